@@ -1,0 +1,1 @@
+"""Files, no ranks: finding a model, reading ranges of its tensors."""

@@ -1,0 +1,49 @@
+"""What was communicated: ops, bytes of the logical tensor, bytes this rank moved, seconds waiting and seconds moving, per call site.
+
+Filled by `collectives.py` and nobody else. `Counters` can be switched by phase ("forward", "backward", ...) so that a run can be compared
+with a prediction. Not here: the formulas that predict (planning/cost.py); these numbers are counted where bytes are copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Tally:
+    """Sums over the calls of one op at one call site."""
+
+    calls: int = 0
+    logical_bytes: int = 0  # of the tensor as the reader of the model sees it
+    moved_bytes: int = 0  # that this rank copied to or from where other ranks read or write
+    waiting: float = 0.0  # seconds until the slowest rank arrived
+    moving: float = 0.0  # seconds of copying and adding
+
+    def add(self, other: Tally) -> None:
+        self.calls += other.calls
+        self.logical_bytes += other.logical_bytes
+        self.moved_bytes += other.moved_bytes
+        self.waiting += other.waiting
+        self.moving += other.moving
+
+
+@dataclass
+class Counters:
+    """`sites[(phase, op, name)]` -> Tally. `phase` is whatever the caller set last."""
+
+    phase: str = ""
+    sites: dict[tuple[str, str, str], Tally] = field(default_factory=dict)
+
+    def record(self, op: str, name: str, tally: Tally) -> None:
+        self.sites.setdefault((self.phase, op, name), Tally()).add(tally)
+
+    def reset(self) -> None:
+        self.sites.clear()
+
+    def total(self, op: str | None = None, phase: str | None = None) -> Tally:
+        """Sum over call sites, of one op and one phase or of all."""
+        out = Tally()
+        for (at_phase, at_op, _), tally in self.sites.items():
+            if op in (None, at_op) and phase in (None, at_phase):
+                out.add(tally)
+        return out

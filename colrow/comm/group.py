@@ -1,0 +1,85 @@
+"""Group: the ranks that work together, and how they exchange bytes. Always an argument, never a global.
+
+A `Group` is what every function that communicates takes. It has a `Transport` (threads, shared memory, gloo, NCCL) that moves flat
+contiguous tensors, and `Counters` that say what was moved. The collectives themselves, with names and uneven sizes, are in `collectives.py`;
+nothing outside comm/ calls a transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .counters import Counters
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank says about the collective it enters. Ranks whose headers differ fail at once, both named."""
+
+    op: str  # all_reduce, all_gather, reduce_scatter, broadcast, barrier, object
+    name: str  # the call site, such as "model.layers.3.mlp.down_proj.output"
+    dtype: str = ""
+    numel: int = 0  # of the logical tensor
+    detail: str = ""  # what else must agree: sizes of an uneven gather, the source of a broadcast
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks of one group. Tensors are contiguous; every method is a collective of all ranks.
+
+    Returned tensors are new or the given ones where the docstring says so. Every method returns the number of bytes THIS rank moved (wrote
+    to where others read, or read from what others wrote, counted where they are copied), and counts waiting apart in `waited` (seconds,
+    added up since the transport was made).
+    """
+
+    kind: str  # "threads", "shm", "gloo", "nccl", "single"
+    waited: float
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> int:
+        """In place. `op` is "sum" or "max". Same bits on all ranks; float16 and bfloat16 are summed in float32."""
+
+    def all_gather(self, x: torch.Tensor, out: list[torch.Tensor], call: Call) -> int:
+        """`out[r]` receives rank r's `x`; sizes may differ between ranks, and be 0."""
+
+    def reduce_scatter(self, parts: list[torch.Tensor], out: torch.Tensor, call: Call) -> int:
+        """`out` receives the sum over ranks of `parts[rank]`; sizes of parts may differ, and be 0."""
+
+    def broadcast(self, x: torch.Tensor, source: int, call: Call) -> int:
+        """In place, from rank `source` of the group."""
+
+    def gather_objects(self, value: Any, call: Call) -> list[Any]:
+        """Small picklable values of all ranks, in rank order. Also the barrier."""
+
+    def sub(self, ranks: Sequence[int]) -> Transport | None:
+        """A transport of some of the ranks, ascending. Called by ALL ranks of this group with the same argument; None on ranks outside."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Group:
+    """`rank` of `size` ranks; `device` is where this rank computes. `ranks` are the members' numbers in the world's group."""
+
+    rank: int
+    size: int
+    transport: Transport
+    device: torch.device = torch.device("cpu")
+    ranks: tuple[int, ...] = ()
+    counters: Counters = field(default_factory=Counters)
+    _subs: dict[tuple[int, ...], Group | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def sub(self, ranks: Sequence[int]) -> Group | None:
+        """The group of some of this group's ranks, made once and remembered. All ranks must ask, in the same order; counters are shared."""
+        key = tuple(ranks)
+        if key == tuple(range(self.size)):
+            return self
+        if key not in self._subs:
+            transport = self.transport.sub(key)
+            members = self.ranks or tuple(range(self.size))
+            self._subs[key] = transport and Group(
+                key.index(self.rank), len(key), transport, self.device, tuple(members[r] for r in key), self.counters
+            )
+        return self._subs[key]

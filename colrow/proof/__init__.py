@@ -1,0 +1,1 @@
+"""The whole model and the split one, side by side."""

@@ -8,9 +8,9 @@ The whole computation, in PyTorch's layout (a weight is (out, in), so a product 
     Y = O @ W2.T          W2 (3, 2)   Y  (3, 3)
     loss = mean(Y)
 
-W1 is column-parallel: its OUTPUT features are shared out, which are the rows of `weight`. W2 is row-parallel: its INPUT features are shared
-out, which are the columns of `weight`. Rank r owns hidden feature r: row r of W1 makes it and column r of W2 uses it up, so the hidden slice
-never leaves the rank. What leaves it is a partial sum of Y, and, in the backward pass, a partial sum of dX: one all-reduce each.
+W1 is column-parallel: its OUTPUT features are shared out, which are the rows of `weight`. W2 is row-parallel: its INPUT features are
+shared out, which are the columns of `weight`. Rank r owns hidden feature r: row r of W1 makes it and column r of W2 uses it up, so the
+hidden slice never leaves the rank. What leaves it is a partial sum of Y and, backward, a partial sum of dX: one all-reduce each.
 (Megatron-LM, arXiv:1909.08053, section 3; f is the all-reduce of dX, g the all-reduce of Y.)
 """
 

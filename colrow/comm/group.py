@@ -1,8 +1,8 @@
 """Group: the ranks that work together, and how they exchange bytes. Always an argument, never a global.
 
 A `Group` is what every function that communicates takes. It has a `Transport` (threads, shared memory, gloo, NCCL) that moves flat
-contiguous tensors, and `Counters` that say what was moved. The collectives themselves, with names and uneven sizes, are in `collectives.py`;
-nothing outside comm/ calls a transport.
+contiguous tensors, and `Counters` that say what was moved. The collectives themselves, with names and uneven sizes, are in
+`collectives.py`; nothing outside comm/ calls a transport.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Group:
         if key not in self._subs:
             transport = self.transport.sub(key)
             members = self.ranks or tuple(range(self.size))
-            self._subs[key] = transport and Group(
-                key.index(self.rank), len(key), transport, self.device, tuple(members[r] for r in key), self.counters
-            )
+            names = tuple(members[r] for r in key)
+            if transport is None:
+                self._subs[key] = None
+            else:
+                self._subs[key] = Group(key.index(self.rank), len(key), transport, self.device, names, self.counters)
         return self._subs[key]

@@ -77,8 +77,8 @@ class Region:
 
 @dataclass(frozen=True)
 class Edit:
-    """An integer of a module that differs on a rank: `attribute` may be dotted ("config.num_attention_heads": then the module gets a copy of
-    its config). `values[rank]`; `whole` is the value in the unsplit model, checked before it is replaced."""
+    """An integer of a module that differs on a rank: `attribute` may be dotted ("config.num_attention_heads": then the module gets a copy
+    of its config). `values[rank]`; `whole` is the value in the unsplit model, checked before it is replaced."""
 
     module: str
     attribute: str

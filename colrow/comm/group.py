@@ -15,6 +15,8 @@ import torch
 
 from .counters import Counters
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -24,15 +26,20 @@ class Call:
     name: str  # the call site, such as "model.layers.3.mlp.down_proj.output"
     dtype: str = ""
     numel: int = 0  # of the logical tensor
-    detail: str = ""  # what else must agree: sizes of an uneven gather, the source of a broadcast
+    detail: str = ""  # what else must agree: the shape, sizes of an uneven gather, the source of a broadcast
+
+    def __str__(self) -> str:
+        about = f"{self.dtype}, {self.numel} elements, {self.detail}" if self.dtype else self.detail
+        return f"{self.op} '{self.name}'" + (f" ({about})" if about else "")
 
 
 class Transport(Protocol):
     """Moves bytes between the ranks of one group. Tensors are contiguous; every method is a collective of all ranks.
 
-    Returned tensors are new or the given ones where the docstring says so. Every method returns the number of bytes THIS rank moved (wrote
-    to where others read, or read from what others wrote, counted where they are copied), and counts waiting apart in `waited` (seconds,
-    added up since the transport was made).
+    bool tensors arrive here as uint8. A tensor may have no elements: the call is made all the same, since its header is checked.
+
+    Every method returns the number of bytes THIS rank moved: wrote to where others read, plus read from what others wrote, counted where
+    they are copied. It counts waiting apart in `waited` (seconds, added up since the transport was made).
     """
 
     kind: str  # "threads", "shm", "gloo", "nccl", "single"
@@ -59,6 +66,36 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class Alone:
+    """The transport of a group of one rank. The collectives return before they use it, so it only has to exist."""
+
+    kind = "single"
+    waited = 0.0
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> int:
+        return 0
+
+    def all_gather(self, x: torch.Tensor, out: list[torch.Tensor], call: Call) -> int:
+        out[0].copy_(x)
+        return 0
+
+    def reduce_scatter(self, parts: list[torch.Tensor], out: torch.Tensor, call: Call) -> int:
+        out.copy_(parts[0])
+        return 0
+
+    def broadcast(self, x: torch.Tensor, source: int, call: Call) -> int:
+        return 0
+
+    def gather_objects(self, value: Any, call: Call) -> list[Any]:
+        return [value]
+
+    def sub(self, ranks: Sequence[int]) -> Transport | None:
+        return self if tuple(ranks) == (0,) else None
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Group:
     """`rank` of `size` ranks; `device` is where this rank computes. `ranks` are the members' numbers in the world's group."""
@@ -66,7 +103,7 @@ class Group:
     rank: int
     size: int
     transport: Transport
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     ranks: tuple[int, ...] = ()
     counters: Counters = field(default_factory=Counters)
     _subs: dict[tuple[int, ...], Group | None] = field(default_factory=dict, repr=False, compare=False)
@@ -85,3 +122,15 @@ class Group:
             else:
                 self._subs[key] = Group(key.index(self.rank), len(key), transport, self.device, names, self.counters)
         return self._subs[key]
+
+    def close(self) -> None:
+        """Gives back what the transport holds: connections, memory, threads. Not a collective; the group cannot be used afterwards."""
+        for group in self._subs.values():
+            if group is not None:
+                group.close()
+        self.transport.close()
+
+
+def single(device: torch.device | str = "cpu") -> Group:
+    """A group of this process alone: every collective is the identity and nothing is counted."""
+    return Group(0, 1, Alone(), torch.device(device), (0,))

@@ -1,0 +1,113 @@
+"""Candidates: what ranks exchange instead of full logits.
+
+Each rank holds the scores of its own vocabulary slice. Greedy and untruncated sampling need one (score, id) a rank. With top-k each rank sends
+its k best. With top-p or min-p alone it sends its `WIDTH` best, the log-sum-exp of its slice and the smallest score it sent: every token
+that was not sent scores at most that. Rank 0 then knows whether the tokens it may draw from are all on the table; where they are not (a
+flat distribution), the full scores are gathered for that step. Both ways give the token that `sampling.choose` gives on gathered logits.
+
+A row of an offer is float64: [not finite, floor, log-sum-exp, scores..., ids...]; ids below 2^53 are exact in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ColrowError
+from .sampling import Sampling, draw, gumbel, kept, scale, top
+
+WIDTH = 128  # candidates a rank and row for top-p and min-p: 2 KB, enough for nearly every nucleus of a trained model
+_HEAD = 3
+
+
+class NonFiniteLogits(ColrowError):
+    """The model produced NaN or infinite logits: weights, dtype or input are broken, and any token would be noise."""
+
+
+def width(sampling: Sampling, vocab: int) -> int:
+    """Candidates that each rank sends for a row."""
+    return 1 if sampling.single else min(sampling.top_k or WIDTH, vocab)
+
+
+def offer(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling, count: int, step: int) -> torch.Tensor:
+    """This rank's offer [rows, 3 + 2 * count] for its `logits` [rows, len(ids)].
+
+    In single mode the Gumbel noise is already in the score, since only the winner is sent.
+    """
+    out = torch.zeros(logits.shape[0], _HEAD + 2 * count, dtype=torch.float64)
+    out[:, 1:_HEAD] = float("-inf")
+    out[:, _HEAD : _HEAD + count] = float("-inf")
+    out[:, _HEAD + count :] = -1
+    if ids.numel() == 0:
+        return out
+    scores = scale(logits, sampling)
+    out[:, 0] = (torch.isnan(scores) | (scores == float("inf"))).sum(1)
+    for row, line in enumerate(scores):
+        if sampling.single and not sampling.greedy:
+            line = line + gumbel(sampling.seed, row, step, ids)
+        best = top(line, count)
+        out[row, _HEAD : _HEAD + len(best)] = line[best]
+        out[row, _HEAD + count : _HEAD + count + len(best)] = ids[best].double()
+        if not sampling.single and not sampling.top_k:
+            out[row, 2] = torch.logsumexp(line, 0)
+            if len(best) < len(ids):
+                out[row, 1] = line[best[-1]]
+    return out
+
+
+@dataclass(frozen=True)
+class Table:
+    """All ranks' candidates of one row, best first, ties by id. Above `floor` nothing is missing; `log_total` is over the vocabulary."""
+
+    scores: torch.Tensor
+    ids: torch.Tensor
+    floor: float
+    log_total: float
+
+
+def check(offers: torch.Tensor, ranks: int) -> None:
+    """NonFiniteLogits where a rank met NaN or infinity, or a row has no finite score. Every rank has the same offers, so all raise alike."""
+    count = (offers.shape[1] - _HEAD) // 2
+    for row, lines in enumerate(_by_row(offers, ranks)):
+        bad = int(lines[:, 0].sum())
+        if bad or bool((lines[:, _HEAD : _HEAD + count] == float("-inf")).all()):
+            what = f"{bad} logits of prompt {row} are NaN or infinite" if bad else f"all logits of prompt {row} are -infinity"
+            raise NonFiniteLogits(f"{what}: try --dtype float32, and colrow verify on the model")
+
+
+def tables(offers: torch.Tensor, ranks: int) -> list[Table]:
+    """One table a row from the gathered `offers` [ranks * rows, 3 + 2 * count]."""
+    count = (offers.shape[1] - _HEAD) // 2
+    out = []
+    for lines in _by_row(offers, ranks):
+        scores, ids = lines[:, _HEAD : _HEAD + count].flatten(), lines[:, _HEAD + count :].flatten().long()
+        real = ids >= 0
+        scores, ids = scores[real], ids[real]
+        ids, by_id = torch.sort(ids)
+        best = torch.sort(scores[by_id], descending=True, stable=True).indices
+        total = torch.logsumexp(lines[:, 2], 0).item()
+        out.append(Table(scores[by_id][best], ids[best], lines[:, 1].max().item(), total))
+    return out
+
+
+def decide(table: Table, sampling: Sampling, row: int, step: int) -> int | None:
+    """The row's token; None where the candidates do not reach far enough and the full scores are needed."""
+    if sampling.single:  # the noise is in the scores
+        return int(table.ids[0])
+    if sampling.top_k:
+        count = kept(table.scores, sampling)
+    else:
+        known = int((table.scores > table.floor).sum())
+        # The best token that may be missing scores at most `floor`: put one there. What is kept is a prefix, so if the stand-in is turned
+        # down, every missing token would be.
+        stand_in = table.scores.new_tensor([table.floor])
+        count = kept(torch.cat([table.scores[:known], stand_in]), sampling, table.log_total)
+        if count > known:
+            return None
+    return draw(table.scores[:count], table.ids[:count], sampling, row, step)
+
+
+def _by_row(offers: torch.Tensor, ranks: int) -> torch.Tensor:
+    """[rows, ranks, 3 + 2 * count]"""
+    return offers.view(ranks, -1, offers.shape[1]).transpose(0, 1)

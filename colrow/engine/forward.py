@@ -1,0 +1,76 @@
+"""Forward: a transformers causal LM called with a cache, whatever its release or family calls the arguments.
+
+The names are read from the model's own signature once: the cache is `cache` or, before transformers 5.24, `past_key_values` (`cache_params` in
+recurrent models); positions and `logits_to_keep` are passed only where the model takes them. The model makes its cache itself, so it has the
+kind and the number of KV heads that this rank needs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from ..partition import Partition
+
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+class Forward:
+    """`Forward(model)(ids, mask, past)` -> (last logits [rows, columns of this rank], past)."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        accepted = inspect.signature(model.forward).parameters
+        self._cache_arg = next((name for name in _CACHE_NAMES if name in accepted), None)
+        if self._cache_arg is None:
+            raise UserError(f"{type(model).__name__} takes no cache, so it cannot generate", works="a causal language model")
+        self._positions = "position_ids" in accepted
+        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+
+    @torch.inference_mode()
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, past: Any) -> tuple[torch.Tensor, Any]:
+        """`ids` [rows, new tokens]; `mask` [rows, all tokens] with 0 for left padding, None without padding; `past` None at first."""
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, **self._keep}
+        if past is not None:
+            arguments[str(self._cache_arg)] = past
+        if mask is not None:  # a row's positions count from its first real token
+            arguments["attention_mask"] = mask
+            if self._positions:
+                arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        with local_logits(self.model):
+            out = self.model(**arguments)
+        past = next((found for name in _CACHE_NAMES if (found := getattr(out, name, None)) is not None), None)
+        return out.logits[:, -1], past
+
+
+def local_logits(model: Any) -> AbstractContextManager[Any]:
+    """Inside it a split model's logits are the rank's slice; an unsplit model has nothing to change."""
+    if getattr(model, "colrow", None) is None:
+        return nullcontext()
+    from ..parallel.head import sharded_logits
+
+    return sharded_logits(model)
+
+
+def vocabulary(model: Any) -> Partition | None:
+    """How the split model's logits are cut along the vocabulary; None where every rank computes all of them."""
+    state = getattr(model, "colrow", None)
+    for region in state.plan.regions if state is not None else ():
+        if region.module == "" and region.op == "gather":
+            return region.partition
+    return None
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """ids and mask [rows, longest]; mask None where all prompts have one length. Padding is on the left so that every row's last token is
+    in the last column."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(p)) + list(p) for p in prompts])
+    if min(map(len, prompts)) == longest:
+        return ids, None
+    return ids, torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])

@@ -1,0 +1,120 @@
+"""Generate: prefill, then one token a step with the cache, on all ranks together.
+
+    for step in generate(model, group, [[1, 5, 9]], Sampling(), Limits(max_new_tokens=20)):
+        ...                                        # step.tokens, the same on every rank
+
+Every rank calls it with the same prompts and settings and iterates to the end. Rank 0 alone decides what comes next and when a row ends
+(exchange.py). What only rank 0 can know (stop strings, a user who has gone) enters through `watch`.
+
+Not here: text (text.py, engine.py), continuous batching. Rows that have ended are computed along until the last one ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..comm.group import Group
+from .exchange import Exchange
+from .forward import Forward, left_pad, vocabulary
+from .sampling import Sampling
+from .stopping import Finish, Limits
+
+Watch = Callable[[int, int], Finish | None]
+"""watch(row, token) on rank 0, once for every new token: a reason to end the row, or None."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's outcome, the same on every rank. A row's last token comes together with its reason in `finished`; afterwards the row's
+    token is None and the reason stays."""
+
+    number: int
+    tokens: tuple[int | None, ...]
+    finished: tuple[Finish | None, ...]
+
+
+@dataclass
+class Memory:
+    """A cache that outlives one `generate` call: `past` holds the tokens `ids` of one row. A prompt that begins with them continues there."""
+
+    ids: list[int] = field(default_factory=list)
+    past: Any = None
+
+    def take(self, prompt: Sequence[int]) -> tuple[Any, list[int]]:
+        """(past, the part of the prompt that is new). Everything is new unless what is remembered is a proper beginning of the prompt."""
+        known, past = len(self.ids), self.past
+        self.past = None  # it changes in place from here on, so it counts again only after `keep`
+        if past is not None and known < len(prompt) and list(prompt[:known]) == self.ids:
+            return past, list(prompt[known:])
+        return None, list(prompt)
+
+    def keep(self, ids: Sequence[int], past: Any) -> None:
+        self.ids, self.past = list(ids), past
+
+
+def generate(
+    model: Any,
+    group: Group,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling | None = None,
+    limits: Limits | None = None,
+    watch: Watch | None = None,
+    memory: Memory | None = None,
+) -> Iterator[Step]:
+    """Yields a `Step` for every new token. `prompts`: token ids, of any lengths. The counters' phase is "prefill", then "decode".
+
+    UserError for prompts that are empty or too long, before anything is computed; NonFiniteLogits on every rank where the model yields NaN.
+    """
+    limits = limits or Limits()
+    limits.check_prompts(prompts)
+    if memory is not None and len(prompts) > 1:
+        raise ValueError("a memory holds one row")
+    return _steps(model, group, prompts, sampling or Sampling(), limits, watch, memory)
+
+
+def _steps(
+    model: Any,
+    group: Group,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    limits: Limits,
+    watch: Watch | None,
+    memory: Memory | None,
+) -> Iterator[Step]:
+    if limits.max_new_tokens == 0:
+        return
+    forward, exchange = Forward(model), Exchange(group, vocabulary(model), sampling)
+    history = [list(prompt) for prompt in prompts]
+    finished: list[Finish | None] = [None] * len(prompts)
+    past, new = memory.take(prompts[0]) if memory is not None else (None, None)
+    ids, mask = left_pad(prompts if new is None else [new], pad=0)
+    ids, mask = ids.to(group.device), None if mask is None else mask.to(group.device)
+    number = 0
+
+    def ends(tokens: Sequence[int]) -> list[Finish | None]:
+        found: list[Finish | None] = list(finished)
+        for row, token in enumerate(tokens):
+            if found[row] is None:
+                asked = watch(row, token) if watch is not None else None
+                limit = limits.finish(len(prompts[row]), number + 1, token)
+                found[row] = limit if limit is Finish.EOS else asked or limit
+        return found
+
+    while not all(finished):
+        group.counters.phase = "prefill" if number == 0 else "decode"
+        logits, past = forward(ids, mask, past)
+        if memory is not None:
+            memory.keep(history[0], past)
+        live = [reason is None for reason in finished]
+        tokens, finished = exchange.agree(logits, history, number, ends)
+        for row, token in enumerate(tokens):
+            if live[row]:
+                history[row].append(token)
+        yield Step(number, tuple(token if alive else None for token, alive in zip(tokens, live, strict=True)), tuple(finished))
+        ids = torch.tensor(tokens, device=group.device)[:, None]
+        mask = None if mask is None else torch.cat([mask, mask.new_ones(len(tokens), 1)], 1)
+        number += 1

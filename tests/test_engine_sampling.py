@@ -45,7 +45,9 @@ def test_candidates_choose_what_the_whole_vocabulary_chooses(sampling: Sampling,
 def test_a_vocabulary_smaller_than_the_ranks(ranks: int) -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, -1.0, 2.0]])
     assert split_choice(logits, Sampling(), ranks, 0) == [1]
-    assert split_choice(logits, Sampling(temperature=1.0, top_p=0.8, seed=1), ranks, 0) == [choose(logits[0], Sampling(1.0, top_p=0.8, seed=1))]
+    assert split_choice(logits, Sampling(temperature=1.0, top_p=0.8, seed=1), ranks, 0) == [
+        choose(logits[0], Sampling(1.0, top_p=0.8, seed=1))
+    ]
 
 
 def test_lowest_id_wins_ties() -> None:
@@ -86,7 +88,9 @@ def test_logits_that_are_not_finite_are_named(bad: float) -> None:
         split_choice(torch.full((1, 101), float("-inf")), Sampling(temperature=1.0, top_k=3), 3, 0)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.6), Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.7), Sampling(1.0, min_p=0.3)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.6), Sampling(1.0, top_k=4), Sampling(1.0, top_p=0.7), Sampling(1.0, min_p=0.3)], ids=str
+)
 def test_the_draw_has_the_softmax_distribution(sampling: Sampling) -> None:
     logits = torch.tensor([2.0, 0.5, 1.0, -1.0, 1.5, 0.0, 0.2])
     scores = logits.double() / sampling.temperature
@@ -107,7 +111,12 @@ def test_top_p_and_min_p_keep_what_transformers_keeps() -> None:
 
     for seed in range(20):
         logits = 3 * torch.randn(1, 101, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        for sampling in (Sampling(1.0, top_p=0.8), Sampling(1.0, top_k=10, top_p=0.5), Sampling(1.0, min_p=0.1), Sampling(1.0, 20, 0.9, 0.05)):
+        for sampling in (
+            Sampling(1.0, top_p=0.8),
+            Sampling(1.0, top_k=10, top_p=0.5),
+            Sampling(1.0, min_p=0.1),
+            Sampling(1.0, 20, 0.9, 0.05),
+        ):
             theirs = logits
             if sampling.top_k:
                 theirs = TopKLogitsWarper(sampling.top_k)(None, theirs)
@@ -148,7 +157,15 @@ def test_top_is_stable() -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    [{"temperature": -0.1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -1}, {"repetition_penalty": 0}],
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -1},
+        {"repetition_penalty": 0},
+    ],
     ids=str,
 )
 def test_values_out_of_range_are_the_users_error(bad: dict) -> None:

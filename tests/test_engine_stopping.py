@@ -67,6 +67,10 @@ def test_what_ends_a_sequence() -> None:
 
 
 def test_ids_and_limits_from_configs() -> None:
-    assert eos_ids(SimpleNamespace(eos_token_id=[3, 4]), SimpleNamespace(eos_token_id=5), SimpleNamespace(eos_token_id=None), None) == {3, 4, 5}
+    assert eos_ids(SimpleNamespace(eos_token_id=[3, 4]), SimpleNamespace(eos_token_id=5), SimpleNamespace(eos_token_id=None), None) == {
+        3,
+        4,
+        5,
+    }
     assert context_limit(tiny.config("llama")) == 64
     assert context_limit(tiny.config("gpt2", n_positions=32)) == 32

@@ -59,7 +59,8 @@ def test_an_end_in_the_middle_of_a_character_shows_nothing_of_it(make: type) -> 
 
 
 @pytest.mark.parametrize(
-    "data", [b"a\xffb", b"\xff\xf0\x9f\x98\x80", b"\xe2\x82\xf0\x9f\x98\x80x", b"\xf0\x9f\xf0\x9f\x98\x80", b"\x80\x80\x80\x80\x80a", b"a\xc3(b"]
+    "data",
+    [b"a\xffb", b"\xff\xf0\x9f\x98\x80", b"\xe2\x82\xf0\x9f\x98\x80x", b"\xf0\x9f\xf0\x9f\x98\x80", b"\x80\x80\x80\x80\x80a", b"a\xc3(b"],
 )
 def test_invalid_bytes_come_out_as_the_decoder_writes_them(data: bytes) -> None:
     tokenizer = byte_level()

@@ -1,9 +1,9 @@
 """Candidates: what ranks exchange instead of full logits.
 
-Each rank holds the scores of its own vocabulary slice. Greedy and untruncated sampling need one (score, id) a rank. With top-k each rank sends
-its k best. With top-p or min-p alone it sends its `WIDTH` best, the log-sum-exp of its slice and the smallest score it sent: every token
-that was not sent scores at most that. Rank 0 then knows whether the tokens it may draw from are all on the table; where they are not (a
-flat distribution), the full scores are gathered for that step. Both ways give the token that `sampling.choose` gives on gathered logits.
+Each rank holds the scores of its own vocabulary slice. Greedy and untruncated sampling need one (score, id) a rank. With top-k each rank
+sends its k best. With top-p or min-p alone it sends its `WIDTH` best, the log-sum-exp of its slice and the smallest score it sent: every
+token that was not sent scores at most that. Rank 0 then knows whether the tokens it may draw from are all on the table; where they are not
+(a flat distribution), the full scores are gathered for that step. Both ways give the token that `sampling.choose` gives on gathered logits.
 
 A row of an offer is float64: [not finite, floor, log-sum-exp, scores..., ids...]; ids below 2^53 are exact in it.
 """
@@ -67,7 +67,8 @@ class Table:
 
 
 def check(offers: torch.Tensor, ranks: int) -> None:
-    """NonFiniteLogits where a rank met NaN or infinity, or a row has no finite score. Every rank has the same offers, so all raise alike."""
+    """NonFiniteLogits where a rank met NaN or infinity, or a row has no finite score. Every rank has the same offers, so all raise
+    alike."""
     count = (offers.shape[1] - _HEAD) // 2
     for row, lines in enumerate(_by_row(offers, ranks)):
         bad = int(lines[:, 0].sum())

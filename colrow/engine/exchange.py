@@ -27,7 +27,8 @@ Ends = Callable[[Sequence[int]], Sequence[Finish | None]]
 
 
 class Exchange:
-    """One for each `generate` call. `cut` is the vocabulary's partition over the ranks; None: every rank has all logits, and rank 0's count."""
+    """One for each `generate` call. `cut` is the vocabulary's partition over the ranks; None: every rank has all logits, and rank 0's
+    count."""
 
     def __init__(self, group: Group, cut: Partition | None, sampling: Sampling) -> None:
         self.group, self.sampling = group, sampling

@@ -1,8 +1,8 @@
 """Forward: a transformers causal LM called with a cache, whatever its release or family calls the arguments.
 
-The names are read from the model's own signature once: the cache is `cache` or, before transformers 5.24, `past_key_values` (`cache_params` in
-recurrent models); positions and `logits_to_keep` are passed only where the model takes them. The model makes its cache itself, so it has the
-kind and the number of KV heads that this rank needs.
+The names are read from the model's own signature once: the cache is `cache` or, before transformers 5.24, `past_key_values` (`cache_params`
+in recurrent models); positions and `logits_to_keep` are passed only where the model takes them. The model makes its cache itself, so it has
+the kind and the number of KV heads that this rank needs.
 """
 
 from __future__ import annotations

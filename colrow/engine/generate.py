@@ -39,7 +39,8 @@ class Step:
 
 @dataclass
 class Memory:
-    """A cache that outlives one `generate` call: `past` holds the tokens `ids` of one row. A prompt that begins with them continues there."""
+    """A cache that outlives one `generate` call: `past` holds the tokens `ids` of one row. A prompt that begins with them continues
+    there."""
 
     ids: list[int] = field(default_factory=list)
     past: Any = None

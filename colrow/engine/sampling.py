@@ -1,9 +1,9 @@
 """Sampling: which token comes next, given scores. Pure functions of numbers, no ranks.
 
-The rules, in this order (transformers' order): repetition penalty, temperature, top-k, top-p, min-p, then one draw. The draw is a Gumbel-max:
-the token with the largest score + Gumbel noise has exactly the softmax distribution (Maddison et al., arXiv:1411.0030, section 2). The noise
-is a hash of (seed, row, step, vocabulary id), so it needs no generator state, can be computed for any slice of the vocabulary by itself, and
-the same seed gives the same text whatever the number of ranks. Ties go to the lowest id everywhere.
+The rules, in this order (transformers' order): repetition penalty, temperature, top-k, top-p, min-p, then one draw. The draw is a
+Gumbel-max: the token with the largest score + Gumbel noise has exactly the softmax distribution (Maddison et al., arXiv:1411.0030, section
+2). The noise is a hash of (seed, row, step, vocabulary id), so it needs no generator state, can be computed for any slice of the vocabulary
+by itself, and the same seed gives the same text whatever the number of ranks. Ties go to the lowest id everywhere.
 
 Not here: who holds which part of the vocabulary and what ranks exchange (candidates.py).
 """

@@ -77,9 +77,9 @@ def context_limit(config: Any) -> int | None:
 class StopText:
     """Passes text through until a stop string appears in it.
 
-    `feed(piece)` returns the text that may be shown; `flush()` what is still held back when the sequence ends another way. Text is held back
-    only while it may be the beginning of a stop string. The stop string that is complete first counts (of two complete at once, the longer),
-    and nothing of it is ever shown, however the text is cut into pieces.
+    `feed(piece)` returns the text that may be shown; `flush()` what is still held back when the sequence ends another way. Text is held
+    back only while it may be the beginning of a stop string. The stop string that is complete first counts (of two complete at once, the
+    longer), and nothing of it is ever shown, however the text is cut into pieces.
 
     >>> stop = StopText(["DEF"])
     >>> stop.feed("ABCD"), stop.feed("EX"), stop.feed("DEFG"), stop.stopped

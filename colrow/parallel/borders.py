@@ -1,0 +1,106 @@
+"""The plan's regions as hooks at module borders: f, g, gathers.
+
+A region says where a tensor changes its state: at a named input or output of a module. Row-parallel layers and vocabulary-parallel
+embeddings reduce by themselves (the bias comes after the sum), so their regions are not hooked here. Hooks see the module's call as it is
+(positional or by keyword; a tensor, a tuple or a dict), and replace just the one tensor.
+
+A hook on an input uses the model's memory of copies: modules that are given the same tensor share one f.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm import regions
+from ..comm.group import Group
+from ..planning.plan import Region
+from .state import State, is_head
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def install(model: nn.Module, state: State, region: Region) -> None:
+    """Hooks one region. A collective where it has sub-groups: every rank must install the regions in the plan's order."""
+    module = model.get_submodule(region.module)
+    change = _change(state, region)
+    if region.place == "input":
+        module.register_forward_pre_hook(_on_input(module, region.arg, change), with_kwargs=True)
+    else:
+        module.register_forward_hook(_on_output(region.arg, change))
+
+
+def forget_copies(model: nn.Module, state: State) -> None:
+    """At the model's own border: nothing is remembered from one call to the next."""
+
+    def before(*_: Any) -> None:
+        state.copies.forget()
+        if state.sums is not None:
+            state.sums.ensure()
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(lambda *_: state.copies.forget(), always_call=True)
+
+
+def _change(state: State, region: Region) -> Change:
+    group, name = _group(state.group, region), region.name
+    if region.op == "copy" and region.place == "input":
+        return lambda x: state.copies.copy(x, group, name)
+    if region.op == "copy":
+        return lambda x: regions.copy_to(x, group, name)
+    if region.op == "reduce":
+        return lambda x: regions.reduce_from(x, group, name)
+    assert region.partition is not None  # a gather: check.py has seen to it
+    assert region.partition.dim is not None
+    dim, sizes = region.partition.dim, [region.partition.local_size(rank) for rank in range(group.size)]
+    if is_head(region):
+        return lambda x: x if state.sharded_logits else regions.gather_from(x, group, name, _last(x, dim), sizes)
+    return lambda x: regions.gather_from(x, group, name, _last(x, dim), sizes)
+
+
+def _last(x: torch.Tensor, dim: int) -> int:
+    return dim if dim >= 0 else x.dim() + dim
+
+
+def _group(group: Group, region: Region) -> Group:
+    """The ranks among which this rank's part of the region works. All sub-groups are made, in order, on every rank."""
+    subs = [group.sub(ranks) for ranks in region.ranks]
+    return next((sub for sub in subs if sub is not None), group)
+
+
+def _on_input(module: nn.Module, arg: str, change: Change) -> Callable[..., Any]:
+    names = list(inspect.signature(module.forward).parameters)
+    position = int(arg) if arg.isdigit() else names.index(arg) if arg else 0
+    name = names[position]
+
+    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        if name in kwargs and isinstance(kwargs[name], torch.Tensor):
+            return args, {**kwargs, name: change(kwargs[name])}
+        if position < len(args) and isinstance(args[position], torch.Tensor):
+            return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
+        return None
+
+    return hook
+
+
+def _on_output(arg: str, change: Change) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            return change(output)
+        if isinstance(output, dict):  # ModelOutput too
+            key = arg if arg in output else list(output)[int(arg or 0)]
+            output[key] = change(output[key])
+            return output
+        at = int(arg or 0) if arg.isdigit() or not arg else _place_in_tuple(output)
+        return (*output[:at], change(output[at]), *output[at + 1 :])
+
+    return hook
+
+
+def _place_in_tuple(output: tuple) -> int:
+    """Where the logits are with return_dict=False: transformers puts the loss, a scalar, before them."""
+    return 1 if isinstance(output[0], torch.Tensor) and output[0].dim() == 0 else 0

@@ -1,0 +1,109 @@
+"""A model and a plan become a split model: the same transformers module with smaller parameters, other layer classes and a few hooks.
+
+    model = split(empty(config, dtype), plan, group)     then parallel/load.py puts slices of files into it
+    model = parallelize(model, plan, group)              for a whole model that is in memory
+
+Parameters keep their names and stay the same objects (tied ones stay tied, an optimizer made before keeps its hold); their data becomes the
+rank's piece. `model.colrow` is the State. generate, caches, PEFT and checkpoint names keep working because the modules are still there.
+
+Not here: deciding anything (the plan does), reading files, proving that the result is right (proof/).
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+
+from ..comm.group import Group
+from ..errors import UserError
+from ..partition import Partition
+from ..planning.plan import Edit, Plan
+from . import attention, borders, embedding, generate, gradients, head, linear
+from .check import check, reduces
+from .state import State
+
+_BUILDING = threading.Lock()  # transformers sets torch's default dtype while it builds, for all threads
+
+
+def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model without memory: every parameter and buffer is on the meta device."""
+    autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
+    auto = next((a for a in autos if type(config) in a._model_mapping), AutoModel)
+    with _BUILDING, torch.device("meta"):
+        return auto.from_config(copy.deepcopy(config), dtype=dtype)
+
+
+def parallelize(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
+    """Splits a model whose weights are in memory, parameter by parameter: at no time is there more than one copy of a piece."""
+    return split(model, plan, group)
+
+
+def split(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
+    """Applies the plan to the model, in place, and returns it. On meta, or with weights; a collective of all ranks.
+
+    UserError, with the model unchanged, where the model is split already or the plan cannot be carried out on it exactly.
+    """
+    if isinstance(getattr(model, "colrow", None), State):
+        raise UserError("the model is split already", type(model).__name__, "a fresh one")
+    check(model, plan, group)
+    state = State(plan, group)
+    for entry in plan.tensors.values():
+        _slice(model.get_parameter(entry.name), entry.partition, group.rank)
+    reduced = _change_layers(model, plan, group)
+    for edit in plan.edits:
+        _edit(model.get_submodule(edit.module), edit, group.rank)
+    for heads in plan.attention:
+        attention.apply(model.get_submodule(heads.module), heads, group.rank)
+    for region in plan.regions:
+        if not (region.op == "reduce" and region.place == "output" and region.module in reduced):
+            borders.install(model, state, region)
+    state.sums = gradients.install(model, plan, group)
+    borders.forget_copies(model, state)
+    head.install(model, state)
+    generate.install(model, state)
+    model.colrow = state  # type: ignore[assignment]
+    return model
+
+
+def _slice(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
+    """The parameter's data becomes the rank's piece, in memory of its own, so that the whole tensor is freed."""
+    whole = parameter.data
+    piece = partition.split(whole, rank)
+    if piece.shape != whole.shape:
+        parameter.data = piece.clone(memory_format=torch.contiguous_format)
+        parameter.grad = None
+
+
+def _change_layers(model: nn.Module, plan: Plan, group: Group) -> set[str]:
+    """Gives each layer with a cut weight its class. Returns the modules that add up their own output."""
+    reduced = set()
+    for name, entry in plan.names():
+        path, _, key = name.rpartition(".")
+        layer, cut = model.get_submodule(path), entry.partition
+        if key != "weight" or cut.dim is None:
+            continue
+        region = reduces(plan, path)
+        if type(layer) is nn.Embedding and cut.dim == 0:
+            embedding.make_vocab(layer, cut, group, region.name if region else None)
+        elif type(layer) is nn.Embedding:
+            embedding.make_column(layer)
+        elif type(layer) in linear.OUTPUT_DIM and cut.dim == linear.OUTPUT_DIM[type(layer)]:
+            linear.make_column(layer, group, path)
+            continue
+        elif type(layer) in linear.OUTPUT_DIM:
+            linear.make_row(layer, group, region.name if region else None)
+        else:
+            continue
+        if region is not None:
+            reduced.add(path)
+    return reduced
+
+
+def _edit(module: nn.Module, edit: Edit, rank: int) -> None:
+    *path, last = edit.attribute.split(".")
+    setattr(attention.own_config(module) if path else module, last, edit.values[rank])

@@ -1,0 +1,89 @@
+"""The head's contract: what `model(...)` returns on every rank.
+
+* `.logits` is whole, as wide as the vocabulary, so that anything written for transformers works;
+* inside `sharded_logits(model)` it is the rank's slice, and nothing is gathered (the engine, the trainer);
+* `.loss` is computed from the slices and needs no whole logits: pass `labels` as always.
+
+The loss is transformers' own (`num_items_in_batch`, `ignore_index`, `shift_labels`), computed by loss.py. A training loop that does not
+read the logits should run inside `sharded_logits`, which spares their gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+from ..comm.group import Group
+from ..errors import UserError
+from ..partition import Partition
+from .loss import parallel_cross_entropy
+from .state import State, state_of
+
+Loss = Callable[..., torch.Tensor]
+
+
+@contextmanager
+def sharded_logits(model: nn.Module) -> Iterator[None]:
+    """Within, the model's logits are the rank's slice of the vocabulary (its columns as the plan's head region cuts them)."""
+    state = state_of(model)
+    before, state.sharded_logits = state.sharded_logits, True
+    try:
+        yield
+    finally:
+        state.sharded_logits = before
+
+
+def install(model: nn.Module, state: State) -> None:
+    """Replaces the loss of a model whose head is cut. Losses that are not known to work on slices refuse with UserError when called."""
+    region = state.head
+    if region is None or region.partition is None or not hasattr(type(model), "loss_function"):
+        return
+    model.loss_function = parallel_loss(model.loss_function, state.group, region.partition)  # type: ignore[assignment,arg-type]
+
+
+def parallel_loss(original: Loss, group: Group, partition: Partition) -> Loss:
+    """The loss `original` for logits that are the rank's slice."""
+    if original not in (ForCausalLMLoss, ForMaskedLMLoss):
+        return _refusal(original)
+    shift = original is ForCausalLMLoss
+
+    def loss(
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if vocab_size != partition.size:
+            raise UserError("the loss is asked for another vocabulary than the head's", vocab_size, f"{partition.size} columns")
+        targets = shift_labels if shift and shift_labels is not None else labels
+        if targets is None:
+            raise UserError("the loss needs labels", None, "model(..., labels=...)")
+        if shift and shift_labels is None:  # position n predicts token n + 1
+            targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
+        targets = targets.to(logits.device)
+        logits = logits.reshape(*targets.shape, logits.shape[-1]) if logits.shape[:-1] != targets.shape else logits
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        total = parallel_cross_entropy(logits, targets, group, partition, ignore_index=ignore_index, reduction=reduction)  # type: ignore[arg-type]
+        if num_items_in_batch is None:
+            return total
+        items = num_items_in_batch.to(total.device) if isinstance(num_items_in_batch, torch.Tensor) else num_items_in_batch
+        return total / items
+
+    return loss
+
+
+def _refusal(original: Loss) -> Loss:
+    def refuse(*_: Any, **__: Any) -> torch.Tensor:
+        name = getattr(original, "__name__", str(original))
+        raise UserError("this loss does not work on slices of the logits", name, "compute it from model(...).logits, which are whole")
+
+    return refuse

@@ -10,6 +10,7 @@ import torch
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.engine.candidates import NonFiniteLogits
+from colrow.engine.forward import Forward, left_pad
 from colrow.engine.generate import Memory, generate
 from colrow.engine.sampling import Sampling
 from colrow.engine.stopping import Finish, Limits
@@ -52,6 +53,18 @@ def test_a_batch_of_different_lengths_equals_each_alone(family: str) -> None:
     model = whole(family)
     together = run(model, PROMPTS, limits=Limits(12))
     assert together == [run(model, [prompt], limits=Limits(12))[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_left_padding_does_not_change_logits(family: str) -> None:
+    model = whole(family)
+    forward, (ids, mask) = Forward(model), left_pad(PROMPTS, pad=0)
+    padded, past = forward(ids, mask, None)
+    longer, _ = forward(torch.tensor([[4], [5], [6]]), torch.cat([mask, torch.ones(3, 1, dtype=torch.int64)], 1), past)
+    for row, prompt in enumerate(PROMPTS):
+        alone, past = forward(torch.tensor([prompt]), None, None)
+        torch.testing.assert_close(padded[row], alone[0], atol=1e-10, rtol=0)
+        torch.testing.assert_close(longer[row], forward(torch.tensor([[4 + row]]), None, past)[0][0], atol=1e-10, rtol=0)
 
 
 def test_a_row_that_ends_leaves_the_others_alone() -> None:

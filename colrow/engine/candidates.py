@@ -18,7 +18,7 @@ from ..errors import ColrowError
 from .sampling import Sampling, draw, gumbel, kept, scale, top
 
 WIDTH = 128  # candidates a rank and row for top-p and min-p: 2 KB, enough for nearly every nucleus of a trained model
-_HEAD = 3
+OFFER_HEAD = 3  # numbers before the candidates
 
 
 class NonFiniteLogits(ColrowError):
@@ -35,10 +35,10 @@ def offer(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling, count: in
 
     In single mode the Gumbel noise is already in the score, since only the winner is sent.
     """
-    out = torch.zeros(logits.shape[0], _HEAD + 2 * count, dtype=torch.float64)
-    out[:, 1:_HEAD] = float("-inf")
-    out[:, _HEAD : _HEAD + count] = float("-inf")
-    out[:, _HEAD + count :] = -1
+    out = torch.zeros(logits.shape[0], OFFER_HEAD + 2 * count, dtype=torch.float64)
+    out[:, 1:OFFER_HEAD] = float("-inf")
+    out[:, OFFER_HEAD : OFFER_HEAD + count] = float("-inf")
+    out[:, OFFER_HEAD + count :] = -1
     if ids.numel() == 0:
         return out
     scores = scale(logits, sampling)
@@ -47,8 +47,8 @@ def offer(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling, count: in
         if sampling.single and not sampling.greedy:
             line = line + gumbel(sampling.seed, row, step, ids)
         best = top(line, count)
-        out[row, _HEAD : _HEAD + len(best)] = line[best]
-        out[row, _HEAD + count : _HEAD + count + len(best)] = ids[best].double()
+        out[row, OFFER_HEAD : OFFER_HEAD + len(best)] = line[best]
+        out[row, OFFER_HEAD + count : OFFER_HEAD + count + len(best)] = ids[best].double()
         if not sampling.single and not sampling.top_k:
             out[row, 2] = torch.logsumexp(line, 0)
             if len(best) < len(ids):
@@ -69,20 +69,20 @@ class Table:
 def check(offers: torch.Tensor, ranks: int) -> None:
     """NonFiniteLogits where a rank met NaN or infinity, or a row has no finite score. Every rank has the same offers, so all raise
     alike."""
-    count = (offers.shape[1] - _HEAD) // 2
+    count = (offers.shape[1] - OFFER_HEAD) // 2
     for row, lines in enumerate(_by_row(offers, ranks)):
         bad = int(lines[:, 0].sum())
-        if bad or bool((lines[:, _HEAD : _HEAD + count] == float("-inf")).all()):
+        if bad or bool((lines[:, OFFER_HEAD : OFFER_HEAD + count] == float("-inf")).all()):
             what = f"{bad} logits of prompt {row} are NaN or infinite" if bad else f"all logits of prompt {row} are -infinity"
             raise NonFiniteLogits(f"{what}: try --dtype float32, and colrow verify on the model")
 
 
 def tables(offers: torch.Tensor, ranks: int) -> list[Table]:
     """One table a row from the gathered `offers` [ranks * rows, 3 + 2 * count]."""
-    count = (offers.shape[1] - _HEAD) // 2
+    count = (offers.shape[1] - OFFER_HEAD) // 2
     out = []
     for lines in _by_row(offers, ranks):
-        scores, ids = lines[:, _HEAD : _HEAD + count].flatten(), lines[:, _HEAD + count :].flatten().long()
+        scores, ids = lines[:, OFFER_HEAD : OFFER_HEAD + count].flatten(), lines[:, OFFER_HEAD + count :].flatten().long()
         real = ids >= 0
         scores, ids = scores[real], ids[real]
         ids, by_id = torch.sort(ids)

@@ -15,7 +15,7 @@ from ..comm.collectives import all_gather, broadcast
 from ..comm.group import Group
 from ..errors import RankError
 from ..partition import Partition
-from .candidates import check, decide, offer, tables, width
+from .candidates import OFFER_HEAD, check, decide, offer, tables, width
 from .sampling import Sampling, choose, penalize
 from .stopping import Finish
 
@@ -24,6 +24,14 @@ _NEXT, _WIDEN = 0, 1
 
 Ends = Callable[[Sequence[int]], Sequence[Finish | None]]
 """ends(tokens) on rank 0: for each row the reason why it ends with this token, or None."""
+
+
+def predicted(sampling: Sampling, rows: int, ranks: int, vocab: int) -> list[tuple[str, str, int, int]]:
+    """(op, name, calls, bytes of the logical tensor) of one step in which the candidates reach. Nothing on one rank."""
+    if ranks == 1:
+        return []
+    offers = 8 * ranks * rows * (OFFER_HEAD + 2 * width(sampling, vocab))
+    return [("all_gather", CANDIDATES, 1, offers), ("broadcast", DECISION, 1, 8 * (2 + 2 * rows))]
 
 
 class Exchange:

@@ -60,10 +60,7 @@ def local_logits(model: Any) -> AbstractContextManager[Any]:
 def vocabulary(model: Any) -> Partition | None:
     """How the split model's logits are cut along the vocabulary; None where every rank computes all of them."""
     state = getattr(model, "colrow", None)
-    for region in state.plan.regions if state is not None else ():
-        if region.module == "" and region.op == "gather":
-            return region.partition
-    return None
+    return state.head.partition if state is not None and state.head is not None else None
 
 
 def left_pad(prompts: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,0 +1,110 @@
+"""Engine: text in, text out, on all ranks together.
+
+    engine = Engine(model, group, tokenizer)            # the tokenizer is needed on rank 0 only
+    for chunk in engine.stream(["Once upon a time"], max_new_tokens=50):
+        print(chunk.texts[0], end="")                   # "" on the other ranks
+
+Every rank makes the same calls; what the others pass as prompts and settings is not looked at. Rank 0 turns text into tokens, tokens into
+text, and watches for stop strings. One engine serves one call at a time (serving many requests at once is another layer's work).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..comm.decide import on_rank_0
+from ..comm.group import Group
+from ..errors import UserError
+from .account import Clock
+from .generate import Memory, Step, generate
+from .prompts import Prompt, encode
+from .sampling import Sampling
+from .stopping import Finish, Limits, StopText, context_limit, eos_ids
+from .text import TextStream
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One step: each row's new text (possibly "") and, once it has ended, why."""
+
+    number: int
+    texts: tuple[str, ...]
+    finished: tuple[Finish | None, ...]
+
+
+class Engine:
+    """`model`: a split model, or a whole one with a group of one. `clock` has the times and token counts of the last call."""
+
+    def __init__(self, model: Any, group: Group, tokenizer: Any = None, generation_config: Any = None) -> None:
+        self.model, self.group, self.tokenizer = model, group, tokenizer
+        self.eos = eos_ids(generation_config or getattr(model, "generation_config", None), model.config, tokenizer)
+        self.context = context_limit(model.config)
+        self.clock = Clock()
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | None = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        memory: Memory | None = None,
+        raw: bool = False,
+    ) -> Iterator[Chunk]:
+        """Chunks until every row has ended. A prompt is a text, a conversation (list of {"role", "content"}) or token ids; texts of models
+        with a chat template are put into it unless `raw`. UserError, on every rank, for prompts that cannot be used."""
+        self.clock = Clock()
+
+        def request() -> tuple[list[list[int]], Sampling, Limits]:
+            ids = [encode(self.tokenizer, prompt, raw) for prompt in prompts]
+            limits = Limits(max_new_tokens, self.eos, self.context)
+            limits.check_prompts(ids)
+            StopText(stop)  # refuses what cannot be a stop string
+            return ids, sampling or Sampling(), limits
+
+        ids, chosen, limits = on_rank_0(request, self.group, "engine.request")
+        rows = [_Row(self.tokenizer, stop, limits.eos) for _ in ids] if self.group.rank == 0 else None
+        watch = None if rows is None else lambda row, token: rows[row].push(token)
+        self.clock.begin(sum(map(len, ids)))
+        for step in generate(self.model, self.group, ids, chosen, limits, watch, memory):
+            self.clock.step(sum(token is not None for token in step.tokens))
+            yield _chunk(step, rows)
+
+    def complete(self, prompts: Sequence[Prompt], **settings: Any) -> list[str]:
+        """The whole texts of `stream` (same settings), on rank 0; "" elsewhere."""
+        texts = [""] * len(prompts)
+        for chunk in self.stream(prompts, **settings):
+            texts = [text + new for text, new in zip(texts, chunk.texts, strict=True)]
+        return texts
+
+
+class _Row:
+    """Rank 0's text of one row."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], eos: frozenset[int]) -> None:
+        if tokenizer is None and stop:
+            raise UserError("stop strings need a tokenizer", works="Engine(model, group, tokenizer)")
+        self.stop, self.eos = StopText(stop), eos
+        self.text = None if tokenizer is None else TextStream(tokenizer)
+        self.piece, self.ended = "", False
+
+    def push(self, token: int) -> Finish | None:
+        if self.text is None or token in self.eos:
+            return None
+        self.piece = self.stop.feed(self.text.push(token))
+        return Finish.STOP if self.stop.stopped else None
+
+    def take(self, finished: Finish | None) -> str:
+        """The text of the step that was just made."""
+        text, self.piece = self.piece, ""
+        if finished is not None and not self.ended and self.text is not None:
+            self.ended = True
+            text += self.stop.feed(self.text.finish()) + self.stop.flush()
+        return text
+
+
+def _chunk(step: Step, rows: Sequence[_Row] | None) -> Chunk:
+    if rows is None:
+        return Chunk(step.number, ("",) * len(step.tokens), step.finished)
+    return Chunk(step.number, tuple(row.take(end) for row, end in zip(rows, step.finished, strict=True)), step.finished)

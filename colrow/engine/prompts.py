@@ -1,0 +1,36 @@
+"""Prompts: what a user gives, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import UserError
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""A text, token ids, or a conversation: messages with "role" and "content"."""
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether the model speaks in turns: its tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> list[int]:
+    """Token ids of the prompt. A text becomes the user's turn of a conversation where there is a chat template and `raw` is not set; else
+    it is continued as it stands, after the beginning-of-text token where the tokenizer adds one. UserError where it is empty or there is no
+    tokenizer."""
+    if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
+        return [token for token in prompt if isinstance(token, int)]
+    if tokenizer is None:
+        raise UserError("a text needs a tokenizer", works="token ids, or Engine(model, group, tokenizer)")
+    if isinstance(prompt, str) and not prompt:
+        raise UserError("the prompt is empty", works='-p "Once upon a time"')
+    if isinstance(prompt, str) and (raw or not has_template(tokenizer)):
+        return list(tokenizer(prompt)["input_ids"])
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    if not has_template(tokenizer):
+        raise UserError("the model has no chat template", works="a text prompt, or an instruct model")
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own special tokens

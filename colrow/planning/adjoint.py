@@ -1,0 +1,188 @@
+"""Where gradients arrive as parts and must be added: the backward half of the communication, Megatron's f.
+
+A value that is whole on every rank has a gradient that is whole (every consumer computed it whole and alike) or PARTIAL (some consumer
+worked on a slice, so each rank knows only its share). Partial gradients of one tensor add up locally; one all-reduce then serves all its
+split consumers. Going backwards through whole ops a partial gradient stays partial, until it must be whole: where another consumer's
+gradient is whole, or at the output of a forward reduction, whose backward is the identity. Then f is placed, by the cheapest set of module
+borders, the LATEST among equals (so a norm before split consumers keeps its gradient whole).
+
+Whole parameters that meet a partial gradient are reported: the trainer sums their gradients over ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from .graph import Border, Graph
+from .sums import COLLECTIVE, Flow, Problem
+from .trace import Op
+
+
+@dataclass
+class Gradients:
+    """`copies`: where f stands (several borders of one value share one all-reduce). `parameters`: whole ones with partial gradients."""
+
+    copies: dict[int, tuple[Border, ...]] = field(default_factory=dict)
+    parameters: set[str] = field(default_factory=set)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def backward(graph: Graph, flow: Flow) -> Gradients:
+    """Walk back from the ops that work on slices, as far as their partial gradients reach."""
+    return _Walk(graph, flow).run()
+
+
+class _Walk:
+    def __init__(self, graph: Graph, flow: Flow) -> None:
+        self.graph, self.flow = graph, flow
+        self.out = Gradients()
+        self.partial: set[int] = set()  # values whose gradient, as it leaves them towards their producer, is partial
+        touched = {i for leaf in flow.chosen for i in graph.ops_of[leaf]}
+        touched |= {c for v in flow.partial for c in graph.consumers[v]} | set(flow.sources)
+        self.heap: list[tuple[int, int]] = []
+        self.queued: set[int] = set()
+        for i in touched:
+            self.push_inputs(graph.op(i))
+
+    def push(self, value: int) -> None:
+        if value not in self.queued:
+            self.queued.add(value)
+            made = self.graph.producer[value]
+            heapq.heappush(self.heap, (-(made if made is not None else -1), value))
+
+    def push_inputs(self, op: Op) -> None:
+        for v in self.graph.inputs[op.index]:
+            self.push(v)
+
+    def run(self) -> Gradients:
+        while self.heap and not self.out.problems:
+            value = heapq.heappop(self.heap)[1]
+            self.queued.discard(value)
+            if self.whole(value):
+                self._visit(value)
+        return self.out
+
+    def whole(self, value: int) -> bool:
+        """The value is whole on every rank and has a gradient."""
+        return self.graph.differentiable[value] and not self.graph.leaves[value] & self.flow.chosen and not self.flow.is_partial(value)
+
+    def splits(self, op: Op, value: int) -> bool:
+        """Whether the gradient that this op sends to a whole input is only the rank's share."""
+        if any(self.flow.is_partial(v) for v in (*self.graph.inputs[op.index], *(o for o in op.outputs if o >= 0))):
+            return not self._is_bias(op, value)
+        # a reduced output is still the result of summing over slices
+        return bool(self.graph.op_leaves[op.index] & self.flow.chosen)
+
+    def uses(self, value: int) -> tuple[list[Op], list[Op]]:
+        """(consumers that send partial gradients, consumers that send whole ones)."""
+        partial, whole = [], []
+        for i in self.graph.consumers[value]:
+            op = self.graph.op(i)
+            outs = [o for o in op.outputs if o >= 0 and self.graph.differentiable[o]]
+            if not outs or self._fixed(value, op):
+                if outs:
+                    whole.append(op)
+                continue
+            if op.index in self.flow.sources and self._is_bias(op, value):
+                whole.append(op)
+            elif self.splits(op, value) or any(o in self.partial for o in outs):
+                partial.append(op)
+            else:
+                whole.append(op)
+        return partial, whole
+
+    def _is_bias(self, op: Op, value: int) -> bool:
+        """The value is added to partial sums, which the applier does once, after the reduction: its gradient is whole."""
+        return self.graph.axes.effects[op.index].kind == "add" or (op.name.startswith(("addmm", "baddbmm")) and op.inputs()[0] == value)
+
+    def _fixed(self, value: int, op: Op) -> bool:
+        """An f on this value covers this consumer."""
+        for border in self.out.copies.get(value, ()):
+            call = self.graph.trace.calls[border.call]
+            if self.graph.inside(op.index, call) == (border.place == "input"):
+                return True
+        return False
+
+    def _visit(self, value: int) -> None:
+        partial, whole = self.uses(value)
+        before = value in self.partial
+        if value in self.graph.trace.outputs.values():
+            whole = whole or [self.graph.op(-1)]
+        if not partial:
+            self.partial.discard(value)
+        elif value in self.graph.parameter_of:
+            self._parameter(value, whole)
+            return
+        elif whole or value in self.flow.reduced:
+            self._place(value, partial)
+            return
+        else:
+            self.partial.add(value)
+        made = self.graph.producer[value]
+        if before != (value in self.partial) and made is not None:
+            self.push_inputs(self.graph.op(made))
+
+    def _parameter(self, value: int, whole: list[Op]) -> None:
+        name = self.graph.parameter_of[value]
+        if whole:
+            where = self.graph.trace.module_of(whole[0])
+            self.out.problems.append(Problem(where, whole[0].name, f"uses {name} whole, which also meets split work"))
+        self.out.parameters.add(name)
+
+    def _place(self, value: int, partial: list[Op]) -> None:
+        found = self._cut(value, {})
+        if found is None:
+            op = partial[0]
+            self.out.problems.append(
+                Problem(
+                    self.graph.trace.module_of(op),
+                    op.name,
+                    "works on a slice of what others use whole, with no module border between",
+                )
+            )
+            return
+        for border in found:
+            self.out.copies[border.value] = tuple(dict.fromkeys((*self.out.copies.get(border.value, ()), border)))
+        for v in {b.value for b in found} | {value}:
+            self.push(v)
+
+    def _cut(self, value: int, seen: dict[int, frozenset[Border] | None]) -> frozenset[Border] | None:
+        """The cheapest set of borders after which no partial gradient reaches this value; the latest among equals."""
+        if value in seen:
+            return seen[value]
+        seen[value] = None
+        graph = self.graph
+        partial, whole = self.uses(value)
+        options: list[frozenset[Border]] = []
+        if not any(self.splits(op, value) for op in partial):
+            later = [o for op in partial for o in op.outputs if o in self.partial]
+            parts = [self._cut(o, seen) for o in later if not graph.leaves[o] & self.flow.chosen]
+            if parts and all(p is not None for p in parts):
+                options.append(frozenset().union(*(p for p in parts if p)))
+        here = self._here(value, partial, whole)
+        if here:
+            options.append(here)
+        seen[value] = min(options, key=self._price, default=None)
+        return seen[value]
+
+    def _price(self, borders: frozenset[Border]) -> float:
+        return sum(self.graph.per_token(v) + COLLECTIVE * self.graph.hidden for v in {b.value for b in borders})
+
+    def _here(self, value: int, partial: list[Op], whole: list[Op]) -> frozenset[Border] | None:
+        """Borders at which f on this very value covers its partial uses and no others."""
+        graph = self.graph
+        if value in self.graph.parameter_of:
+            return None
+        if not whole and value not in graph.trace.outputs.values():
+            for border in graph.leaving[value]:
+                if not any(graph.inside(op.index, graph.trace.calls[border.call]) for op in partial):
+                    return frozenset([border])
+        entering = {b.call: b for b in graph.entering[value]}
+        clean = {c for c in entering if not any(graph.inside(op.index, graph.trace.calls[c]) for op in whole)}
+        paths = [[c for c in graph.ancestors(op.index) if c in clean] for op in partial]
+        if not all(paths):
+            return None
+        common = [c for c in paths[0] if all(c in p for p in paths)]
+        calls = {common[0]} if common else {p[-1] for p in paths}
+        return frozenset(entering[c] for c in calls)

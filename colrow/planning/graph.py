@@ -1,0 +1,194 @@
+"""Graph: a trace with everything that choosing a cut looks up again and again, computed once.
+
+Which ops read a value, which axes it has, where it crosses a module's border, whether it takes part in the backward pass, how large it is
+for realistic inputs. Nothing here depends on which axes are cut.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .factors import Node, leaves, resolve
+from .rules import Axes, follow
+from .trace import Call, Op, Trace, TraceError
+
+REALISTIC = {"B": 4, "S": 1024}
+"""Sizes that stand for the traced ones in costs: with the traced ones, attention scores look smaller than a hidden vector."""
+
+PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # y = x·W + b, as these two write it
+
+
+@dataclass(frozen=True)
+class Border:
+    """A place where a region can stand: a value entering (`place` "input") or leaving a module call under a name."""
+
+    call: int
+    place: str
+    arg: str
+    value: int
+
+
+class Graph:
+    """See the module docstring. Leaves are compared by identity."""
+
+    def __init__(self, trace: Trace) -> None:
+        if not trace.ops:
+            raise TraceError("the forward pass runs no op")
+        self.trace = trace
+        self.axes: Axes = follow(trace)
+        self.leaves: list[frozenset[Node]] = [frozenset(n for d in dims for n in leaves(d)) for dims in self.axes.dims]
+        self.producer: list[int | None] = [None] * len(trace.values)
+        self.consumers: list[list[int]] = [[] for _ in trace.values]
+        self.inputs: list[list[int]] = [list(dict.fromkeys(op.inputs())) for op in trace.ops]
+        self.op_leaves: list[frozenset[Node]] = []
+        self.ops_of: dict[Node, list[int]] = defaultdict(list)
+        for op in trace.ops:
+            for v in self.inputs[op.index]:
+                self.consumers[v].append(op.index)
+            outs = [o for o in op.outputs if o >= 0]
+            for o in outs:
+                self.producer[o] = op.index
+            found = frozenset().union(*(self.leaves[v] for v in (*self.inputs[op.index], *outs)))
+            self.op_leaves.append(found)
+            for leaf in found:
+                self.ops_of[leaf].append(op.index)
+        self.parameter_of: dict[int, str] = {at: name for name, at in trace.parameters.items()}
+        self.parameters_with: dict[Node, list[str]] = defaultdict(list)
+        for name, at in trace.parameters.items():
+            for leaf in self.leaves[at]:
+                self.parameters_with[leaf].append(name)
+
+    @cached_property
+    def con(self) -> list[frozenset[Node]]:
+        """Leaves that each op sums away."""
+        return [frozenset(n for d in e.con for n in leaves(d)) for e in self.axes.effects]
+
+    @cached_property
+    def cross(self) -> list[frozenset[Node]]:
+        return [frozenset(n for d in e.cross for n in leaves(d)) for e in self.axes.effects]
+
+    @cached_property
+    def live(self) -> list[bool]:
+        """Whether a value reaches an output of the model."""
+        out = [False] * len(self.trace.values)
+        for v in self.trace.outputs.values():
+            out[v] = True
+        for op in reversed(self.trace.ops):
+            if any(o >= 0 and out[o] for o in op.outputs):
+                for v in self.inputs[op.index]:
+                    out[v] = True
+        return out
+
+    @cached_property
+    def differentiable(self) -> list[bool]:
+        """Whether a gradient arrives at a value: it is floating, depends on a parameter and reaches an output."""
+        out = [v.kind == "parameter" for v in self.trace.values]
+        for op in self.trace.ops:
+            if any(out[v] for v in self.inputs[op.index]):
+                for o in op.outputs:
+                    if o >= 0:
+                        out[o] = self.trace.values[o].dtype.is_floating_point
+        return [d and live for d, live in zip(out, self.live, strict=True)]
+
+    @cached_property
+    def leaving(self) -> dict[int, list[Border]]:
+        """Values at outputs of the calls that make them, innermost call first."""
+        out: dict[int, list[Border]] = defaultdict(list)
+        for call in self.trace.calls:
+            for name, v in call.outputs.items():
+                made = self.producer[v]
+                if made is not None and call.first <= made < call.last:
+                    out[v].append(Border(call.index, "output", name, v))
+        for borders in out.values():
+            borders.sort(key=lambda b: self.trace.calls[b.call].last - self.trace.calls[b.call].first)
+        return out
+
+    @cached_property
+    def entering(self) -> dict[int, list[Border]]:
+        out: dict[int, list[Border]] = defaultdict(list)
+        for call in self.trace.calls:
+            for name, v in call.inputs.items():
+                out[v].append(Border(call.index, "input", name, v))
+        return out
+
+    @cached_property
+    def owned(self) -> dict[str, list[str]]:
+        """Module path -> its own parameters, aliases under their own path too."""
+        out: dict[str, list[str]] = defaultdict(list)
+        for name in self.trace.parameters:
+            for each in (name, *self.trace.aliases[name]):
+                out[each.rpartition(".")[0]].append(name)
+        return out
+
+    def op(self, index: int) -> Op:
+        return self.trace.ops[index]
+
+    def inside(self, op: int, call: Call) -> bool:
+        return call.first <= op < call.last
+
+    def ancestors(self, op: int) -> list[int]:
+        """The calls an op runs in, innermost first."""
+        out: list[int] = []
+        at: int | None = self.trace.ops[op].call
+        while at is not None:
+            out.append(at)
+            at = self.trace.calls[at].parent
+        return out
+
+    def is_product(self, module: str) -> bool:
+        """The module is an ordinary linear layer, whose bias the applier adds after the reduction."""
+        return getattr(self.trace.modules.get(module), "forward", None) in PRODUCTS
+
+    def is_table(self, module: str) -> bool:
+        return getattr(self.trace.modules.get(module), "forward", None) is nn.Embedding.forward
+
+    def per_token(self, value: int) -> float:
+        """Elements of a value per token, for realistic batch and sequence lengths."""
+        total = 1
+        for dim in self.axes.dims[value]:
+            for node in resolve(dim):
+                total *= _realistic(node)
+        return total / (REALISTIC["B"] * REALISTIC["S"])
+
+    @cached_property
+    def hidden(self) -> int:
+        """Width of the residual stream: the largest last dim shared by the most module outputs; the unit of cost for one collective."""
+        widths: dict[int, int] = defaultdict(int)
+        for call in self.trace.calls:
+            for v in call.outputs.values():
+                if self.differentiable[v] and self.trace.values[v].shape:
+                    widths[self.trace.values[v].shape[-1]] += 1
+        return max(widths, key=lambda w: (widths[w], w), default=1)
+
+    def symbols(self, value: int) -> tuple[int | str, ...]:
+        """The shape of a value with "B" and "S" for the axes of the inputs (a flattened B*S counts as both)."""
+        out: list[int | str] = []
+        for dim, n in zip(self.axes.dims[value], self.trace.values[value].shape, strict=True):
+            nodes = resolve(dim)
+            named = [leaf.symbol for node in nodes for leaf in leaves([node]) if leaf.symbol]
+            if named and all(_symbolic(node) for node in nodes):
+                out.extend(dict.fromkeys(named))
+            else:
+                out.append(n)
+        return tuple(out)
+
+
+def _symbolic(node: Node) -> bool:
+    return any(leaf.symbol for leaf in leaves([node]))
+
+
+def _realistic(node: Node) -> int:
+    if node.segs:
+        total = 0
+        for seg in node.segs:
+            part = 1
+            for n in resolve([seg]):
+                part *= _realistic(n)
+            total += part
+        return total
+    return REALISTIC.get(node.symbol, node.size)

@@ -1,0 +1,203 @@
+"""What ops do to axes: `follow(trace)` gives every dim of every value its factors, and every op its `Effect`.
+
+An op's rule says which dims of inputs and outputs are the same axis, which are summed away linearly (`con`: cutting them leaves partial
+sums) and which are mixed in a way that cannot be cut (`cross`). There is one table, `RULES`, from aten op names to rules; pointwise ops
+need no entry, torch tags them. An op without a rule flags every axis it touches: it costs coverage, never correctness. Rules for views are
+in `rules_views.py`, for products, reductions, norms and lookups in `rules_math.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from .factors import Dim, Factors
+from .trace import LENGTH, Op, Ref, Trace
+
+Kind = Literal["constant", "contract", "sum", "mean", "index", "linear", "add", "mul", "div", "nonlinear", "opaque"]
+"""How the outputs depend on the inputs, which decides whether partial sums may pass:
+contract: a product summed over `con`, linear in each of its operands, plus a bias. sum, mean: over `con`. index: rows of the first input
+picked along `con`. linear: each output is a linear function of the inputs without a constant term (views, casts, neg, cat). add, mul, div:
+as named. nonlinear: no partial sum may enter. opaque: likewise, and no axis may be cut. constant: depends on no parameter and no input."""
+
+
+@dataclass
+class Effect:
+    kind: Kind
+    con: list[Dim] = field(default_factory=list)
+    cross: list[Dim] = field(default_factory=list)
+
+
+@dataclass
+class Axes:
+    """The axes of a trace. `dims[value][d]` is the dim d of a value as a list of factor nodes (`factors.resolve` it before reading)."""
+
+    trace: Trace
+    factors: Factors
+    dims: list[list[Dim]]
+    effects: list[Effect]
+
+    def of(self, ref: Any) -> list[Dim]:
+        """Dims of a tensor argument of an op."""
+        return self.dims[ref.id]
+
+    def shape(self, ref: Any) -> tuple[int, ...]:
+        return self.trace.values[ref.id].shape
+
+    def fresh(self, shape: tuple[int, ...], flagged: bool = False) -> list[Dim]:
+        return [self.factors.fresh(n, flagged) for n in shape]
+
+    def unify(self, one: list[Dim], other: list[Dim]) -> None:
+        for a, b in zip(one, other, strict=True):
+            self.factors.unify(a, b)
+
+
+Arguments = dict[str, Any]
+Rule = Callable[[Axes, Op, Arguments], tuple[Effect, list[list[Dim]]]]
+"""Returns the effect and the dims of each tensor output."""
+
+RULES: dict[str, Rule] = {}
+KINDS: dict[str, Kind] = {
+    **dict.fromkeys(("add", "sub", "rsub", "add_", "sub_"), "add"),
+    **dict.fromkeys(("mul", "mul_"), "mul"),
+    **dict.fromkeys(("div", "div_"), "div"),
+    **dict.fromkeys(("neg", "neg_", "clone", "_to_copy", "detach", "alias", "positive", "lift_fresh", "lift_fresh_copy"), "linear"),
+}
+SAME_SHAPE = (
+    *("_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "copy_", "fill_", "zero_", "native_dropout", "dropout", "bernoulli"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros_like", "log_sigmoid_forward", "_conj"),
+    *("polar", "normal_", "uniform_", "bernoulli_", "nan_to_num", "isin", "contiguous", "polygamma", "conj", "resolve_conj"),
+)
+"""Coordinate by coordinate like the ops that torch tags as pointwise, but not tagged."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for aten ops, by name without overload."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def bind(op: Op) -> Arguments:
+    """The op's arguments by the names of its schema, defaults filled in."""
+    out = dict(op.kwargs)
+    for at, argument in enumerate(op.func._schema.arguments):
+        if at < len(op.args):
+            out[argument.name] = op.args[at]
+        elif argument.name not in out:
+            out[argument.name] = argument.default_value
+    return out
+
+
+def follow(trace: Trace) -> Axes:
+    """Give all values of a trace their axes."""
+    from . import rules_math, rules_views  # noqa: F401 (they register their rules)
+
+    axes = Axes(trace, Factors(), [[] for _ in trace.values], [])
+    for value in trace.values:
+        if value.kind != "result":
+            axes.dims[value.id] = axes.fresh(value.shape)
+    for name, at in trace.inputs.items():
+        _mark_input(axes, name, at)
+    for op in trace.ops:
+        axes.factors.why = f"{op.name} in {trace.module_of(op) or 'the model'}"
+        axes.effects.append(_apply(axes, op))
+    return axes
+
+
+def _mark_input(axes: Axes, name: str, at: int) -> None:
+    """Batch and sequence of the inputs carry symbols, so that costs can be told for realistic sizes."""
+    shape = axes.trace.values[at].shape
+    axes.dims[at] = [axes.factors.fresh(n, symbol="B" if d == 0 else "S") for d, n in enumerate(shape)]
+    inputs = list(axes.trace.inputs.values())
+    if at != inputs[0]:
+        axes.factors.unify(axes.dims[at][0], axes.dims[inputs[0]][0])
+        if shape[1] == axes.trace.values[inputs[0]].shape[1] == LENGTH:
+            axes.factors.unify(axes.dims[at][1], axes.dims[inputs[0]][1])
+
+
+def _apply(axes: Axes, op: Op) -> Effect:
+    values = axes.trace.values
+    outputs = [o for o in op.outputs if o >= 0]
+    if all(values[o].constant for o in outputs):
+        for o in outputs:
+            axes.dims[o] = axes.dims[op.mutates] if op.mutates is not None else axes.fresh(values[o].shape)
+        return Effect("constant")
+    tensors = [*op.inputs(), *outputs]
+    empty = any(0 in values[v].shape for v in tensors)
+    function = opaque if empty else RULES.get(op.name)
+    if function is None:
+        function = pointwise if torch.Tag.pointwise in op.func.tags or op.name in SAME_SHAPE else opaque
+    effect, dims = function(axes, op, bind(op))
+    for o, d in zip(outputs, dims, strict=True):
+        if [_size(x) for x in d] != list(values[o].shape):
+            raise AssertionError(f"rule of {op.func} gives {[_size(x) for x in d]} for a value of shape {values[o].shape}")
+        axes.dims[o] = d
+    return effect
+
+
+def _size(dim: Dim) -> int:
+    out = 1
+    for n in dim:
+        out *= n.size
+    return out
+
+
+def opaque(axes: Axes, op: Op, args: Arguments) -> tuple[Effect, list[list[Dim]]]:
+    """No rule: nothing that this op touches may be cut."""
+    axes.factors.why += " (no rule for this op)"
+    every: list[Dim] = [d for v in op.inputs() for d in axes.dims[v]]
+    for d in every:
+        axes.factors.flag(d)
+    outputs = [axes.fresh(axes.trace.values[o].shape, flagged=True) for o in op.outputs if o >= 0]
+    return Effect("opaque", cross=every), outputs
+
+
+def broadcast(axes: Axes, inputs: list[list[Dim]], shape: tuple[int, ...]) -> list[Dim]:
+    """Dims of a result of `shape` made coordinate by coordinate from inputs that broadcast to it."""
+    out: list[Dim] = []
+    for d in range(len(shape)):
+        at = d - len(shape)
+        found: list[Dim] = [dims[at] for dims in inputs if len(dims) >= -at and _size(dims[at]) == shape[d] and shape[d] != 1]
+        for other in found[1:]:
+            axes.factors.unify(found[0], other)
+        out.append(found[0] if found else axes.factors.fresh(shape[d]))
+    return out
+
+
+def pointwise(axes: Axes, op: Op, args: Arguments) -> tuple[Effect, list[list[Dim]]]:
+    kind: Kind = KINDS.get(op.name, "nonlinear")
+    inputs = [axes.dims[v] for v in op.inputs()]
+    outs = [o for o in op.outputs if o >= 0]
+    shapes = [axes.trace.values[o].shape for o in outs]
+    if op.name == "_to_copy" and not _keeps_precision(axes, op):
+        kind = "nonlinear"  # partial sums are not added after a cast that loses bits
+    if kind == "add" and len(inputs) == 1:
+        kind = "nonlinear"  # a number added once per rank
+    if kind == "div" and args.get("rounding_mode"):
+        kind = "nonlinear"
+    if kind in ("mul", "div") and len(inputs) == 1:
+        kind = "linear"
+    return Effect(kind), [broadcast(axes, inputs, s) for s in shapes]
+
+
+def _keeps_precision(axes: Axes, op: Op) -> bool:
+    before, after = (axes.trace.values[v].dtype for v in (op.inputs()[0], op.outputs[0]))
+    return after.is_floating_point and (not before.is_floating_point or after.itemsize >= before.itemsize)
+
+
+def refs(tree: Any) -> list[Ref]:
+    """The tensors in an argument that may be one, a list of them, or contain None."""
+    if isinstance(tree, Ref):
+        return [tree]
+    return [r for r in tree or () if isinstance(r, Ref)] if isinstance(tree, list | tuple) else []
+
+
+def same(axes: Axes, value: Any) -> list[Dim]:
+    return list(axes.of(value))

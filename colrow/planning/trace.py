@@ -1,0 +1,187 @@
+"""Trace: one forward pass of a model as data, recorded on meta tensors (shapes only, no weights).
+
+`trace(config)` builds the transformers model on the meta device, runs it once and returns every aten op it executed, in order, with the
+module it ran in. A trace is self-contained: `factors.py` and `rules.py` read how axes flow through it, `replay.py` executes it again with
+real numbers. How the ops are caught is in `record.py`. Nothing here knows about ranks or cuts.
+
+Read a trace like a program in single-assignment form: `values` are its variables (parameters, buffers, inputs, results), `ops` its lines.
+An in-place op makes a new value; `Op.mutates` says which older value occupies the same memory, so running `func` again on it does the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+
+from .ints import Expr
+
+BATCH, LENGTH, SOURCE_LENGTH = 2, 7, 11
+"""Sizes of the traced inputs. Never 1, which would hide an axis; `SOURCE_LENGTH` is an encoder's, where a decoder has `LENGTH`."""
+
+
+class TraceError(Exception):
+    """The model's forward cannot be followed on meta tensors. The text names the module and the op."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for a tensor in `Op.args` and `Op.kwargs`: the value with this id."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor. `name` is that of a parameter, buffer or model input, else "". `constant`: depends on no parameter and no input, so every
+    rank can make the whole of it; `data` is its content on the CPU where it is small and known."""
+
+    id: int
+    kind: Literal["parameter", "buffer", "input", "result"]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    name: str = ""
+    constant: bool = False
+    data: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One executed aten op: `func(*args, **kwargs)` with `Ref` for tensors; `outputs` are its tensor results in order (-1: no tensor).
+
+    `call` is the innermost module call it ran in (index into `Trace.calls`), `attention` the index into `Trace.attention` where it ran
+    inside an attention function that went through transformers' AttentionInterface, else None. `mutates` = value written to in place, else
+    None.
+    """
+
+    index: int
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[int, ...]
+    call: int
+    attention: int | None = None
+    mutates: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Without namespace and overload: "addmm", "_to_copy"."""
+        return self.func._schema.name.split("::")[-1]
+
+    def inputs(self) -> list[int]:
+        """Value ids of all tensor arguments, in order, with repetitions."""
+        return [ref.id for ref in references((self.args, self.kwargs))]
+
+
+@dataclass
+class Call:
+    """One run of a module's forward. `inputs` maps the forward's parameter names to values ("cos_sin.0" inside a tuple), `outputs` maps
+    "0", "1", ... or a field name ("logits"). Ops `first` to `last` (exclusive) ran inside it, those of inner modules included."""
+
+    index: int
+    module: str
+    parent: int | None
+    inputs: dict[str, int]
+    outputs: dict[str, int]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention function: q [B, H, S, d], k and v [B, KV, S, d], out [B, S, H, d] (value ids), ops `first` to `last`
+    (exclusive)."""
+
+    module: str
+    q: int
+    k: int
+    v: int
+    out: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class IntUse:
+    """An int given by the model's code that fixes the size of `value` along `dim` (or a bound of a slice that made it)."""
+
+    op: int  # index of the last op recorded when the use was seen
+    call: int
+    function: str  # "view", "split", ...
+    value: int
+    dim: int
+    expr: Expr
+
+
+@dataclass(frozen=True)
+class Trace:
+    config: PreTrainedConfig  # a copy; the caller's is not touched
+    architecture: str  # class name of the model
+    values: list[Value]
+    ops: list[Op]
+    calls: list[Call]
+    attention: list[AttentionCall]
+    parameters: dict[str, int]  # names of named_parameters() -> value
+    aliases: dict[str, tuple[str, ...]]  # parameter -> further names of the same tensor
+    inputs: dict[str, int]
+    outputs: dict[str, int]  # of the model
+    modules: dict[str, type]  # path -> class; "" is the model
+    attributes: dict[tuple[str, str], int]  # integers of modules
+    int_uses: list[IntUse]
+    bypasses: bool = False  # attention does not go through the AttentionInterface (no entry in `attention`)
+
+    def module_of(self, op: Op) -> str:
+        return self.calls[op.call].module
+
+    def where(self, op: Op) -> str:
+        """For messages: "model.layers.0.mlp: aten.mul"."""
+        return f"{self.module_of(op) or 'model'}: {op.name}"
+
+
+def references(tree: Any) -> Iterator[Ref]:
+    """All `Ref`s in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, Ref):
+        yield tree
+    elif isinstance(tree, list | tuple):
+        for x in tree:
+            yield from references(x)
+    elif isinstance(tree, dict):
+        yield from references(list(tree.values()))
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """The transformers auto class that fits a config: causal LM, else sequence to sequence, masked LM, the bare model."""
+    order: list[Any] = [AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM]
+    if getattr(config, "is_encoder_decoder", False):
+        order.insert(0, AutoModelForSeq2SeqLM)
+    return next((auto for auto in order if type(config) in auto._model_mapping), AutoModel)
+
+
+def empty_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """The model of a config on the meta device, in eval mode and float32 (casts to float32 in its code then cost no op)."""
+    options = {"attn_implementation": attention, "dtype": torch.float32}
+    with torch.device("meta"):
+        model = model_class(config).from_config(copy.deepcopy(config), **options)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # static shapes; for tracing only
+    return model.eval()
+
+
+def trace(config: PreTrainedConfig) -> Trace:
+    """Record one forward pass without cache. TraceError where the model's code needs numbers that meta tensors do not have."""
+    from .record import EAGER, THROUGH_INTERFACE, record
+
+    try:
+        return record(empty_model(config, THROUGH_INTERFACE), bypasses=False)
+    except Exception:  # a model that refuses a registered attention function, or has no eager one of its own: follow its plain code
+        pass
+    try:
+        return record(empty_model(config, EAGER), bypasses=True)
+    except TraceError:
+        raise
+    except Exception as e:
+        raise TraceError(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e

@@ -1,0 +1,312 @@
+"""What each op does to spread tensors when every rank runs it on what it holds: the local forms used by `replay.py`.
+
+Five kinds. Movements (view, cat, slice, ...) are followed element by element: the op is run on element numbers, and a rank has of the
+result what it can fill from its own elements. Pointwise ops and products meet on the indices that all operands have. Sums over an axis that
+is spread leave partial sums, if each index is counted once. Ops that mix an axis need it whole. Everything else needs whole inputs.
+
+An op is never helped along by communication here: what a rank does not have, it cannot use. That is what makes the replay a check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .spread import Held, ReplayError, Spread, common, counted_once, full
+from .trace import Op, Ref
+
+# fmt: off
+MOVES = frozenset((
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "repeat", "slice",
+    "select", "split", "split_with_sizes", "unbind", "cat", "stack", "flip", "roll", "alias", "detach", "diagonal", "constant_pad_nd",
+))
+# fmt: on
+LINEAR_UNARY = frozenset({"neg", "_to_copy", "clone", "alias", "detach", "lift_fresh"})
+POINTWISE_EXTRA = frozenset({"_to_copy", "clone", "copy", "masked_fill", "where", "native_dropout"})
+MIXES: dict[str, Callable[[tuple[Any, ...], int], list[int]]] = {
+    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "logcumsumexp", "_safe_softmax"), lambda args, dims: [args[1]]),
+    **dict.fromkeys(
+        ("mean", "amax", "amin", "any", "all", "argmax", "argmin", "var", "std", "logsumexp", "linalg_vector_norm", "prod", "max", "min"),
+        lambda args, dims: _reduced(args, dims),
+    ),
+    **dict.fromkeys(("topk", "sort"), lambda args, dims: [args[2] if len(args) > 2 else -1]),
+    "native_layer_norm": lambda args, dims: list(range(dims - len(args[1]), dims)),
+    "_fused_rms_norm": lambda args, dims: list(range(dims - len(args[1]), dims)),
+}
+Inputs = dict[int, Spread]  # value id -> state
+
+
+def _reduced(args: tuple[Any, ...], dims: int) -> list[int]:
+    """The dims of sum(x, dim), mean(x, [dims]), any(x): all of them where none is given."""
+    given = args[1] if len(args) > 1 and isinstance(args[1], int | list | tuple) and not isinstance(args[1], bool) else None
+    if given is None or (isinstance(given, list | tuple) and not given):
+        return list(range(dims))
+    return [d % dims for d in ([given] if isinstance(given, int) else given)] if dims else []
+
+
+def run(op: Op, inputs: Inputs, where: str) -> list[Spread]:
+    """The outputs of an op on spread inputs. ReplayError where the ranks' own pieces do not suffice."""
+    if op.name in MOVES:
+        return _move(op, inputs, where)
+    if op.name in CONTRACT:
+        return [CONTRACT[op.name](op, inputs, where)]
+    if op.name == "embedding":
+        return [_embedding(op, inputs, where)]
+    if op.name == "sum":
+        return [_sum(op, inputs, where)]
+    if op.name in MIXES:
+        return _mix(op, inputs, where)
+    if torch.Tag.pointwise in op.func.tags or op.name.rstrip("_") in POINTWISE_EXTRA:
+        return [_pointwise(op, inputs, where)]
+    for spread in inputs.values():
+        if not spread.is_whole:
+            raise ReplayError(f"{where} needs whole inputs, one is {spread.state()}")
+    return _per_rank(op, inputs)
+
+
+def call(op: Op, tensors: dict[int, torch.Tensor]) -> Any:
+    """Run the op's function with these tensors. In-place ops work on a copy; everything runs on the CPU in the inputs' precision."""
+
+    def fill(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return tensors[tree.id]
+        if isinstance(tree, list | tuple):
+            return type(tree)(fill(x) for x in tree)
+        if isinstance(tree, dict):
+            return {k: fill(v) for k, v in tree.items()}
+        return torch.device("cpu") if isinstance(tree, torch.device) else tree
+
+    args, kwargs = list(fill(op.args)), fill(op.kwargs)
+    if op.mutates is not None:
+        args[0] = args[0].clone()
+    if isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_floating_point and tensors:
+        kwargs["dtype"] = torch.float64  # the replay is in one precision
+    return op.func(*args, **kwargs)
+
+
+def same_precision(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Float tensors in float64: products and norms want operands of one type, constants come in float32."""
+    return {i: t.double() if t.is_floating_point() else t for i, t in tensors.items()}
+
+
+def _per_rank(op: Op, inputs: Inputs) -> list[Spread]:
+    """Run on every rank on all that it has. The boxes of the outputs are all of what came out: the caller knows better."""
+    results = []
+    for rank in range(next(iter(inputs.values())).ranks):
+        out = call(op, same_precision({i: s.data[rank] for i, s in inputs.items()}))
+        results.append([t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)])
+    return [Spread(tuple(ts[0].shape), ts, tuple(full(t.shape) for t in ts)) for ts in zip(*results, strict=True)]
+
+
+def _move(op: Op, inputs: Inputs, where: str) -> list[Spread]:
+    """Follow elements: number those of all inputs, let the op move the numbers, and look which of them a rank has."""
+    offsets, total = {}, 0
+    for i, spread in inputs.items():
+        offsets[i] = total
+        total += _numel(spread.shape)
+    numbers = {i: torch.arange(offsets[i], offsets[i] + _numel(s.shape)).reshape(s.shape) for i, s in inputs.items()}
+    padded = op.name == "constant_pad_nd"
+    moved = op.func(numbers[op.inputs()[0]], op.args[1], total) if padded else call(op, numbers)
+    partial = any(s.partial for s in inputs.values())
+    if partial and not all(s.partial for s in inputs.values()):
+        raise ReplayError(f"{where} puts a partial sum beside values that are not summands")
+    ranks = next(iter(inputs.values())).ranks
+    outs = []
+    for out in moved if isinstance(moved, tuple | list) else [moved]:
+        pieces = [_collect(op, inputs, numbers, out, rank, total, where) for rank in range(ranks)]
+        outs.append(Spread(tuple(out.shape), tuple(p[0] for p in pieces), tuple(p[1] for p in pieces), partial))
+    return outs
+
+
+def _collect(
+    op: Op, inputs: Inputs, numbers: dict[int, torch.Tensor], out: torch.Tensor, rank: int, total: int, where: str
+) -> tuple[torch.Tensor, Held]:
+    """What `rank` can fill of `out` (element numbers) from its own pieces: data and box."""
+    place = torch.full((total + 1,), -1)
+    flat: list[torch.Tensor] = []
+    at = 0
+    for i, spread in inputs.items():
+        mine = numbers[i]
+        for dim, have in enumerate(spread.held[rank]):
+            mine = mine.index_select(dim, have)
+        place[mine.reshape(-1)] = torch.arange(at, at + mine.numel())
+        flat.append(spread.data[rank].reshape(-1))
+        at += mine.numel()
+    fill = float(op.args[2]) if op.name == "constant_pad_nd" and len(op.args) > 2 else 0.0
+    line = torch.cat([*flat, flat[0].new_full((1,), fill)]) if len(flat) > 1 or op.name == "constant_pad_nd" else flat[0]
+    place[total] = at
+    source = place[out]
+    have = source >= 0
+    others = [[e for e in range(out.dim()) if e != d] for d in range(out.dim())]
+    box = tuple((have.any(dim=rest) if rest else have).nonzero().reshape(-1) for rest in others) if out.numel() else full(out.shape)
+    for dim, index in enumerate(box):
+        source = source.index_select(dim, index)
+    if bool((source < 0).any()) or int(have.sum()) != source.numel():
+        raise ReplayError(f"{where}: what rank {rank} has of the result is not a box of indices")
+    return line[source.reshape(-1)].reshape(source.shape), box
+
+
+def _numel(shape: Sequence[int]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+def _pointwise(op: Op, inputs: Inputs, where: str) -> Spread:
+    shape = tuple(torch.broadcast_shapes(*(s.shape for s in inputs.values())))
+    ranks = next(iter(inputs.values())).ranks
+    boxes = tuple(_meeting(list(inputs.values()), shape, rank) for rank in range(ranks))
+    partial = any(s.partial for s in inputs.values())
+    if partial:
+        _stays_partial(op, inputs, boxes, shape, where)
+    data = []
+    for rank in range(ranks):
+        pieces = {i: s.narrow(rank, _own(boxes[rank], s.shape)) for i, s in inputs.items()}
+        if partial and op.name.rstrip("_") in ("add", "sub"):
+            pieces = {i: p if inputs[i].partial else _once(p, rank) for i, p in pieces.items()}
+        data.append(call(op, pieces))
+    return Spread(shape, tuple(data), boxes, partial)
+
+
+def _once(addend: torch.Tensor, rank: int) -> torch.Tensor:
+    """What is added to a partial sum counts on one rank. Its gradient is the same on all, as if it were added after the reduction."""
+    return addend if rank == 0 else addend - addend.detach()
+
+
+def _meeting(spreads: list[Spread], shape: tuple[int, ...], rank: int) -> Held:
+    """The indices of the result for which `rank` has every operand."""
+    box = list(full(shape))
+    for s in spreads:
+        skip = len(shape) - len(s.shape)
+        for dim, have in enumerate(s.held[rank]):
+            if s.shape[dim] != 1:
+                box[skip + dim] = common(box[skip + dim], have)
+    return tuple(box)
+
+
+def _own(box: Held, shape: tuple[int, ...]) -> Held:
+    """The box of a broadcast result, for an operand of `shape`."""
+    skip = len(box) - len(shape)
+    return tuple(torch.arange(1) if n == 1 else box[skip + d] for d, n in enumerate(shape))
+
+
+def _stays_partial(op: Op, inputs: Inputs, boxes: Sequence[Held], shape: tuple[int, ...], where: str) -> None:
+    """ReplayError unless this op of a partial sum is a partial sum again."""
+    name = op.name.rstrip("_")
+    summands = [s.partial for s in inputs.values()]
+    tensors = [isinstance(a, Ref) for a in op.args[:2]]
+    linear = (
+        name in LINEAR_UNARY
+        or (name in ("add", "sub") and all(tensors))
+        or (name == "mul" and sum(summands) == 1)
+        or (name == "div" and isinstance(op.args[0], Ref) and inputs[op.args[0].id].partial and sum(summands) == 1)
+    )
+    if not linear:
+        raise ReplayError(f"{where}: a partial sum enters, which must be added up before")
+    if any(len(i) != n for box in boxes for i, n in zip(box, shape, strict=True)):
+        raise ReplayError(f"{where}: a partial sum meets a slice")
+
+
+def _mix(op: Op, inputs: Inputs, where: str) -> list[Spread]:
+    first = inputs[op.inputs()[0]]
+    dims = len(first.shape)
+    mixed = {d % dims for d in MIXES[op.name](op.args, dims)} if dims else set()
+    if any(s.partial for s in inputs.values()):
+        raise ReplayError(f"{where}: a partial sum enters, which must be added up before")
+    if not all(first.is_full(d) for d in mixed) or not all(s.is_full_box for s in list(inputs.values())[1:]):
+        raise ReplayError(f"{where} mixes an axis of which the ranks hold slices ({first.state()})")
+    outs = _per_rank(op, inputs)
+    kept = [d for d in range(dims) if d not in mixed]
+    return [_with_box(out, first, kept, mixed) for out in outs]
+
+
+def _with_box(out: Spread, source: Spread, kept: list[int], mixed: set[int]) -> Spread:
+    """An output of a mixing op holds along the dims that pass through what its input held."""
+    dims = len(source.shape)
+    shape, boxes = list(out.shape), [list(h) for h in out.held]
+    places = {d: d for d in kept} if len(out.shape) == dims else {d: at for at, d in enumerate(kept)}
+    for d, at in places.items():
+        shape[at] = source.shape[d]
+        for rank in range(source.ranks):
+            boxes[rank][at] = source.held[rank][d]
+    return Spread(tuple(shape), out.data, tuple(tuple(b) for b in boxes))
+
+
+def _sum(op: Op, inputs: Inputs, where: str) -> Spread:
+    (x,) = inputs.values()
+    dims = _reduced(op.args, len(x.shape))
+    spread_dims = [d for d in dims if not x.is_full(d)]
+    partial = any(counted_once([h[d] for h in x.held], x.shape[d], where) for d in spread_dims)
+    kept = [d for d in range(len(x.shape)) if d not in dims]
+    (out,) = _per_rank(op, inputs)
+    out = _with_box(out, x, kept, set(dims))
+    return _partial(out, partial or x.partial, where)
+
+
+def _partial(out: Spread, partial: bool, where: str) -> Spread:
+    if partial and not out.is_full_box:
+        raise ReplayError(f"{where}: the result would be both a partial sum and a slice")
+    return Spread(out.shape, out.data, out.held, partial)
+
+
+def _product(op: Op, a: Spread, b: Spread, bias: int | None, inputs: Inputs, where: str) -> Spread:
+    """(..., M, K) @ (..., K, N), with a bias or an addend that counts once."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    ranks = a.ranks
+    inner = [common(a.held[r][-1], b.held[r][-2]) for r in range(ranks)]
+    partial = counted_once(inner, a.shape[-1], where) or a.partial or b.partial
+    if a.partial and b.partial:
+        raise ReplayError(f"{where}: a product of two partial sums")
+    boxes, data = [], []
+    left, right = op.inputs()[-2:]
+    for r in range(ranks):
+        batch = tuple(common(x, y) for x, y in zip(a.held[r][:-2], b.held[r][:-2], strict=True))
+        box = [*batch, a.held[r][-2], b.held[r][-1]]
+        if bias is not None:
+            addend = inputs[bias]
+            box = [common(x, y) for x, y in zip(box, _meeting([addend], shape, r), strict=True)]
+        tensors = {
+            left: a.narrow(r, (*batch, box[-2], inner[r])),
+            right: b.narrow(r, (*batch, inner[r], box[-1])),
+        }
+        if bias is not None:
+            piece = addend.narrow(r, _own(tuple(box), addend.shape))
+            tensors[bias] = _once(piece, r) if partial and not addend.partial else piece
+        data.append(call(op, same_precision(tensors)))
+        boxes.append(tuple(box))
+    return _partial(Spread(shape, tuple(data), tuple(boxes)), partial, where)
+
+
+def _plain_product(op: Op, inputs: Inputs, where: str) -> Spread:
+    a, b = (inputs[i] for i in op.inputs())
+    return _product(op, a, b, None, inputs, where)
+
+
+def _added_product(op: Op, inputs: Inputs, where: str) -> Spread:
+    bias, a, b = op.inputs()
+    return _product(op, inputs[a], inputs[b], bias, inputs, where)
+
+
+CONTRACT = {"mm": _plain_product, "bmm": _plain_product, "addmm": _added_product, "baddbmm": _added_product}
+
+
+def _embedding(op: Op, inputs: Inputs, where: str) -> Spread:
+    """A lookup in the rows a rank has, zero for ids it has not: a partial sum where the rows are spread."""
+    weight, ids = (inputs[i] for i in op.inputs())
+    if not ids.is_whole or weight.partial:
+        raise ReplayError(f"{where}: the ids must be whole, they are {ids.state()}")
+    partial = counted_once([h[0] for h in weight.held], weight.shape[0], where)
+    padding = op.args[2] if len(op.args) > 2 else -1
+    data, boxes = [], []
+    for rank in range(weight.ranks):
+        rows, columns = weight.held[rank]
+        found = torch.isin(ids.data[rank], rows)
+        local = torch.searchsorted(rows, ids.data[rank]).clamp(max=max(len(rows) - 1, 0))
+        table = weight.data[rank] if len(rows) else weight.data[rank].new_zeros(1, len(columns))
+        out = table[local] * found.unsqueeze(-1)
+        data.append(torch.where((ids.data[rank] == padding).unsqueeze(-1), out.detach(), out))  # the padding row gets no gradient
+        boxes.append((*full(ids.shape), columns))
+    return _partial(Spread((*ids.shape, weight.shape[1]), tuple(data), tuple(boxes)), partial, where)

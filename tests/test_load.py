@@ -178,3 +178,15 @@ class TestTiedHeads:
         plan = files.plan(config, 2)
         with pytest.raises(UserError, match="ties"):
             load.from_source(files.split(config, plan, 0), found.source())
+
+
+@pytest.mark.process
+def test_peak_memory_is_the_shard_and_one_tensor():
+    """O-26: a 400 MB model at tp=4, in a process of its own."""
+    from bench.load_memory import measure
+
+    size, (rank,) = measure(400, 4, torch.float32, torch.float32, only=3)
+    assert size > 400e6
+    assert rank["read"] == rank["held"]
+    assert rank["peak"] < rank["held"] + rank["largest"] + 2e6  # 2 MB for what the allocator rounds up
+    assert rank["peak"] < 0.4 * size

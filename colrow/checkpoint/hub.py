@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from ..errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+SECONDS = 10.0  # to wait for the hub to say whether it has the model
 TEXT = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
@@ -26,14 +27,14 @@ def snapshot(name: str) -> Path:
     except (LocalEntryNotFoundError, OSError, ValueError):
         pass  # not in the cache
     try:
-        files = HfApi().list_repo_files(name)
+        files = [f.rfilename for f in HfApi().model_info(name, timeout=SECONDS).siblings or ()]
         weights = next((p for p in ("*.safetensors", "*.gguf", "*.bin") if any(f.endswith(p[1:]) for f in files)), "*.safetensors")
         return Path(snapshot_download(name, allow_patterns=[*TEXT, weights]))
     except RepositoryNotFoundError as e:
         raise UserError(
             "no directory and no public model on the hub has this name", name, "demo, a directory, or a login for private models"
         ) from e
-    except (HfHubHTTPError, OSError, ValueError) as e:
+    except Exception as e:  # the hub's client lets the errors of its HTTP library through
         raise UserError(
             "no directory of this name, not in the hub's cache, and the hub cannot be reached",
             f"{name} ({type(e).__name__})",

@@ -54,10 +54,12 @@ class Source(Protocol):
 
 
 class Files:
-    """Files read by position, opened at their first use. Counts the bytes."""
+    """Files read by position, opened at their first use. Counts the bytes. `stage` is one buffer for all conversions: a new one for each
+    tensor would leave holes in the heap between parameters that stay."""
 
     def __init__(self) -> None:
         self.bytes_read = 0
+        self.stage = torch.empty(0, dtype=torch.uint8)
         self._open: dict[Path, int] = {}
 
     def fill(self, path: Path, runs: Iterable[Run], into: memoryview) -> None:
@@ -142,13 +144,14 @@ def read_plain(
     if dtype == stored:
         files.fill(path, runs, as_bytes(out))
         return out
-    stage = torch.empty(min(out.numel(), STAGE_BYTES // stored.itemsize), dtype=stored)
-    flat, memory, at = out.view(-1), as_bytes(stage), 0
-    for batch in batches(runs, stage.nbytes):
+    if files.stage.numel() != STAGE_BYTES:
+        files.stage = torch.empty(STAGE_BYTES, dtype=torch.uint8)
+    flat, memory, at = out.view(-1), as_bytes(files.stage), 0
+    for batch in batches(runs, STAGE_BYTES):
         size = sum(n for _, n in batch)
         files.fill(path, batch, memory[:size])
         count = size // stored.itemsize
-        flat[at : at + count].copy_(stage[:count])
+        flat[at : at + count].copy_(files.stage[:size].view(stored))
         at += count
     return out
 

@@ -36,9 +36,12 @@ def copy_to(x: torch.Tensor, group: Group, name: str) -> torch.Tensor:
     return _run(_Copy, lambda x, *_: x, x, group, name)
 
 
-def reduce_from(x: torch.Tensor, group: Group, name: str) -> torch.Tensor:
-    """g. Forward: all-reduce. Backward: identity. After split work that leaves partial sums."""
-    return _run(_Reduce, collectives.all_reduce, x, group, name)
+def reduce_from(x: torch.Tensor, group: Group, name: str, inplace: bool = False) -> torch.Tensor:
+    """g. Forward: all-reduce. Backward: identity. After split work that leaves partial sums.
+
+    With `inplace` the sum is written into `x`: for a product that nobody else reads and that its own backward pass does not need.
+    """
+    return _run(_Reduce, collectives.all_reduce, x, group, name, "sum", inplace)
 
 
 def gather_from(x: torch.Tensor, group: Group, name: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -90,13 +93,15 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, name: str) -> torch.Tensor:
-        return collectives.all_reduce(x, group, name)
+    def forward(ctx: Any, x: torch.Tensor, group: Group, name: str, op: str, inplace: bool) -> torch.Tensor:
+        if inplace:
+            ctx.mark_dirty(x)
+        return collectives.all_reduce(x, group, name, op, inplace)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        return grad, None, None
+        return grad, None, None, None, None
 
 
 class _Gather(torch.autograd.Function):

@@ -41,11 +41,11 @@ class VocabParallelEmbedding(nn.Embedding):
         make_vocab(layer, partition, group, name)
         return layer
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """[..., ] ids to [..., dim]. IndexError on every rank where an id is outside the whole vocabulary."""
-        check_ids(ids, self.partition.size)
-        rows = self._lookup(ids)
-        return rows if self.name is None else regions.reduce_from(rows, self.group, self.name)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Ids [...] to rows [..., dim]. IndexError on every rank where an id is outside the whole vocabulary."""
+        check_ids(input, self.partition.size)
+        rows = self._lookup(input)
+        return rows if self.name is None else regions.reduce_from(rows, self.group, self.name, inplace=True)
 
     def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
         local, held = local_ids(ids, self.partition, self.group.rank)

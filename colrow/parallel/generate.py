@@ -21,19 +21,32 @@ from ..comm.group import Group
 from ..errors import UserError
 from .state import State
 
-DRAWS = {torch.multinomial, torch.rand, torch.rand_like, torch.bernoulli, torch.randint}
+DRAWS = {torch.multinomial, torch.bernoulli, torch.rand, torch.randn, torch.randint}
+LIKE = {torch.rand_like, torch.randn_like}
 
 
 class DrawOnce(TorchFunctionMode):
-    """Within, rank 0 draws and the other ranks get what it drew. The others draw too, for shape and dtype, and drop it."""
+    """Within, rank 0 draws from torch's generator and the other ranks get what it drew."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group = group
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return collectives.broadcast(out, self.group, "generate.draw", inplace=True) if func in DRAWS else out
+        kwargs = kwargs or {}
+        if func not in DRAWS and func not in LIKE:
+            return func(*args, **kwargs)
+        if self.group.rank and func in LIKE:
+            out = torch.empty_like(*args, **kwargs)
+        elif self.group.rank:  # only for its shape and dtype, from a generator of its own: threads share torch's with rank 0
+            out = func(*args, **kwargs, generator=torch.Generator(_device(args, kwargs)))
+        else:
+            out = func(*args, **kwargs)
+        return collectives.broadcast(out, self.group, "generate.draw", inplace=True)
+
+
+def _device(args: tuple, kwargs: dict[str, Any]) -> Any:
+    return args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device", "cpu")
 
 
 def install(model: nn.Module, state: State) -> None:

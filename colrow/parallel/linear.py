@@ -71,8 +71,8 @@ class ColumnParallelLinear(nn.Linear):
         _sum_copies(layer, partition)
         return layer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(regions.copy_to(x, self.group, self.name) if self.copy_input else x)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(regions.copy_to(input, self.group, self.name) if self.copy_input else input)
 
 
 class RowParallelLinear(nn.Linear):
@@ -103,8 +103,8 @@ class RowParallelLinear(nn.Linear):
         _init_from(layer, linear, partition, group, name, 1, whole(group.size))
         return layer
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _sum_then_bias(F.linear(x, self.weight), self.bias, self.group, self.name)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _sum_then_bias(F.linear(input, self.weight), self.bias, self.group, self.name)
 
 
 class ColumnParallelConv1D(Conv1D):
@@ -125,10 +125,7 @@ def _sum_then_bias(partial: torch.Tensor, bias: torch.Tensor | None, group: Grou
     """g, then the bias once. Both in place: the product has no other reader, and its backward pass does not need it."""
     if name is None:
         return partial
-    if partial.requires_grad and torch.is_grad_enabled():
-        y = regions.reduce_from(partial, group, name)
-    else:
-        y = collectives.all_reduce(partial, group, name, inplace=True)
+    y = regions.reduce_from(partial, group, name, inplace=True)
     return y if bias is None else y.add_(bias)
 
 
@@ -164,7 +161,8 @@ def _draw(
 ) -> nn.Linear:
     """The whole layer with nn.Linear's distribution, U(-1/√in, 1/√in), the same on every rank."""
     layer = nn.Linear(in_features, out_features, bias, "meta", dtype).to_empty(device=device or group.device)
-    seed = collectives.broadcast_object(int(torch.randint(2**31, ())), group, f"{name}.seed")
+    seed = int(torch.randint(2**31, ())) if group.rank == 0 else None
+    seed = collectives.broadcast_object(seed, group, f"{name}.seed")
     if layer.weight.is_meta:
         return layer
     draw, bound = torch.Generator(layer.weight.device).manual_seed(seed), max(in_features, 1) ** -0.5

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from colrow.checkpoint import model_dir, names, safetensors, source
 from colrow.errors import UserError
@@ -207,15 +208,59 @@ class TestAgainstTheModel:
         assert matched.keys["norm.weight"] == "model.norm.weight"
         assert "lm_head.weight" in matched.warnings[0]
 
-    def test_experts_in_separate_tensors_are_refused_by_name(self, tmp_path):
-        from transformers import MixtralConfig
 
-        config = MixtralConfig(**{**tiny.GROUPED, "num_local_experts": 2})
-        folder = files.save(tiny.whole(config, torch.float32), tmp_path)
+EXPERTS = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24}}
+
+
+class TestExpertsOneByOne:
+    """Files that keep each expert in tensors of its own; transformers' model has one tensor for all of them."""
+
+    def saved(self, kind: str, folder: Path):
+        from transformers import AutoConfig
+
+        config = AutoConfig.for_model(kind, **{**tiny.GROUPED, **EXPERTS[kind]})
+        return files.save(tiny.whole(config, torch.float32), folder)
+
+    @pytest.mark.parametrize("kind", EXPERTS)
+    def test_every_cut(self, kind, tmp_path):
+        folder = self.saved(kind, tmp_path)
         found = model_dir.find(str(folder))
-        plan = files.plan(config, 2)
-        with pytest.raises(UserError, match=r"experts.*save_original_format=False"):
-            load.from_source(files.split(config, plan, 0), found.source())
+        assert any(".experts.3." in key for key in found.source().tensors)
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        shapes = {name: tuple(p.shape) for name, p in reference.named_parameters()}
+        matched = names.match(files.on_meta(found.config()), found.source(), shapes, {})
+        assert matched.warnings == ()
+        for name, p in reference.named_parameters():
+            for dim, size in enumerate(p.shape):
+                for ranges in [((0, 1),), ((0, size // 2), (size // 2 + 1, size)), ((size - 3, size - 1),), ((0, size),), ()]:
+                    if any(a >= b for a, b in ranges):
+                        continue
+                    parts = [p.detach().narrow(dim, a, b - a) for a, b in ranges]
+                    expected = torch.cat(parts, dim) if parts else p.detach().narrow(dim, 0, 0)
+                    before = matched.source.bytes_read
+                    assert torch.equal(matched.source.read(matched.keys[name], dim, ranges), expected), (name, dim, ranges)
+                    assert matched.source.bytes_read - before == 4 * expected.numel()
+            assert torch.equal(matched.source.read(matched.keys[name], None, (), torch.float64), p.detach().double())
+
+    @pytest.mark.parametrize("lost", ["experts.2.w1.weight", "experts.2.w"])
+    def test_a_missing_expert_is_named(self, lost, tmp_path):
+        folder = self.saved("mixtral", tmp_path)
+        state = {k: v for f in folder.glob("*.safetensors") for k, v in load_file(f).items() if not ("layers.1" in k and lost in k)}
+        (folder / safetensors.INDEX).unlink()
+        for f in folder.glob("*.safetensors"):
+            f.unlink()
+        save_file(state, folder / "model.safetensors")
+        found = model_dir.find(str(folder))
+        with pytest.raises(UserError, match=r"layers\.1\.mlp\.experts\.(gate_up|down)_proj"):
+            load.from_source(files.split(found.config(), files.plan(found.config(), 2), 0), found.source())
+
+    def test_other_conversions_are_refused_by_name(self):
+        from transformers.core_model_loading import Chunk, Transpose, WeightConverter
+
+        from colrow.checkpoint.assembled import parts_of
+
+        for operations in ([Chunk(dim=0)], [Transpose(0, 1)]):
+            assert parts_of(WeightConverter("a.weight", "b.weight", operations), {"a.weight": ["a.weight"]}) is None
 
 
 class TestFind:

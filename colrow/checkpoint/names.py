@@ -2,21 +2,22 @@
 
 transformers knows how names of older or smaller checkpoints become names of today's modules (`base_model_prefix` missing or added, renamed
 modules): its own mapping is used, nothing is guessed here. What must not happen silently is an error or a warning: a parameter without a
-tensor, another shape, a tensor that nothing uses. Not here: conversions that change values (a checkpoint that keeps each expert in a
-tensor of its own): they are refused by name.
+tensor, another shape, a tensor that nothing uses. Experts that the files keep one by one are put together (assembled.py); conversions that
+do more than that are refused by name.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ..errors import UserError
+from .assembled import AssembledSource, Assembly, parts_of
 from .safetensors import readable
 from .source import Source
 
@@ -25,9 +26,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Matched:
-    """`keys[name]` is the tensor of a parameter or buffer, tied ones under their first name. `copies[name]` are the keys of further stored
-    copies of a tied parameter. `warnings` are sentences for the user."""
+    """`keys[name]` is the tensor of a parameter or buffer in `source`, tied ones under their first name. `copies[name]` are the keys of
+    further stored copies of a tied parameter. `warnings` are sentences for the user."""
 
+    source: Source
     keys: dict[str, str]
     copies: dict[str, tuple[str, ...]]
     warnings: tuple[str, ...]
@@ -48,13 +50,15 @@ def match(
     all_names = dict(shapes)
     for name, others in aliases.items():
         all_names |= dict.fromkeys(others, shapes[name])
-    found, strangers = _rename(model, source.tensors, all_names)
+    renamed = _rename(model, source.tensors, all_names)
+    if renamed.assemblies:
+        source = AssembledSource(source, renamed.assemblies)
     optional = set(optional)
     keys: dict[str, str] = {}
     copies: dict[str, tuple[str, ...]] = {}
     missing = []
     for name in shapes:
-        stored = [found[n] for n in (name, *aliases.get(name, ())) if n in found]
+        stored = [renamed.keys[n] for n in (name, *aliases.get(name, ())) if n in renamed.keys]
         if stored:
             keys[name] = stored[0]
             copies[name] = tuple(stored[1:])
@@ -64,41 +68,51 @@ def match(
         _refuse_missing(missing, source)
     for name, key in keys.items():
         _check(name, key, shapes[name], source)
-    return Matched(keys, {n: c for n, c in copies.items() if c}, _warn_unused(model, strangers, source))
+    return Matched(source, keys, {n: c for n, c in copies.items() if c}, _warn_unused(model, renamed.strangers, source))
 
 
-def _rename(model: PreTrainedModel, tensors: Iterable[str], wanted: Mapping[str, Shape]) -> tuple[dict[str, str], list[str]]:
-    """{name in the model: key in the files}, and the keys that no name of the model fits."""
+@dataclass
+class _Renamed:
+    keys: dict[str, str] = field(default_factory=dict)  # {name in the model: key in the files}
+    assemblies: dict[str, Assembly] = field(default_factory=dict)
+    strangers: list[str] = field(default_factory=list)  # keys that no name of the model fits
+
+
+def _rename(model: PreTrainedModel, tensors: Iterable[str], wanted: Mapping[str, Shape]) -> _Renamed:
     mapping = get_model_conversion_mapping(model)
     renamings = [m for m in mapping if isinstance(m, WeightRenaming)]
     converters = [m for m in mapping if isinstance(m, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     prefix, names = model.base_model_prefix, dict(wanted)
-    found: dict[str, str] = {}
-    strangers = []
+    out = _Renamed()
+    collected: dict[str, dict[str, list[str]]] = {}  # keys that a converter makes a parameter of, by pattern
     for key in sorted(tensors, key=_natural):
         name, pattern = rename_source_key(key, renamings, converters, prefix, names)
         if name not in names and key in names:
             name, pattern = rename_source_key(key, [], [], prefix, names)
-        if pattern is not None and (name in names or _targets(converters, pattern, name) & names.keys()):
+        if pattern is not None and _targets(by_pattern[pattern], name) & names.keys():
+            collected.setdefault(name, {}).setdefault(pattern, []).append(key)
+        elif name in names and name not in out.keys:
+            out.keys[name] = key
+        else:
+            out.strangers.append(key)
+    for name, parts in collected.items():
+        assembly = parts_of(by_pattern[next(iter(parts))], parts)
+        if assembly is None:
             raise UserError(
-                f"the files keep the model's {name} in another form, which colrow does not convert",
-                key,
+                f"the files keep the model's {name} in a form that colrow does not convert, or in part",
+                next(iter(parts.values()))[0],
                 "load it in transformers and write it with save_pretrained(DIR, save_original_format=False)",
             )
-        if name in names and name not in found:
-            found[name] = key
-        else:
-            strangers.append(key)
-    return found, strangers
+        out.assemblies[name] = assembly
+        out.keys[name] = name
+    return out
 
 
-def _targets(converters: list[WeightConverter], pattern: str, name: str) -> set[str]:
-    """All names that the converter of `pattern` makes, given the first of them."""
-    for converter in converters:
-        if pattern in converter.source_patterns:
-            first = converter.target_patterns[0]
-            return {name.replace(first, target) for target in converter.target_patterns}
-    return {name}
+def _targets(converter: WeightConverter, name: str) -> set[str]:
+    """All names that a converter makes, given the first of them."""
+    first = converter.target_patterns[0]
+    return {name.replace(first, target) for target in converter.target_patterns}
 
 
 def _check(name: str, key: str, shape: Shape, source: Source) -> None:

@@ -46,9 +46,9 @@ def from_source(
 
     def piece(entry: TensorPlan, wanted: torch.dtype) -> torch.Tensor:
         dim, ranges = entry.partition.dim, () if entry.partition.is_whole else entry.partition.pieces[rank]
-        value = source.read(matched.keys[entry.name], dim, ranges, wanted)
+        value = matched.source.read(matched.keys[entry.name], dim, ranges, wanted)
         for key in matched.copies.get(entry.name, ()):
-            if not torch.equal(value, source.read(key, dim, ranges, wanted)):
+            if not torch.equal(value, matched.source.read(key, dim, ranges, wanted)):
                 raise UserError(
                     f"the plan ties {entry.name} and {entry.aliases[0]}, the files hold different values",
                     key,
@@ -59,7 +59,7 @@ def from_source(
     _fill(model, plan, rank, piece, dtype, device, progress)
     for name, buffer in buffers.items():
         if name in matched.keys:
-            _set(model, name, source.read(matched.keys[name], None, (), buffer.dtype).to(device))
+            _set(model, name, matched.source.read(matched.keys[name], None, (), buffer.dtype).to(device))
     _remake_buffers(model, device)
     _check_nothing_on_meta(model)
     return matched.warnings

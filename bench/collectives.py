@@ -117,7 +117,8 @@ def main() -> None:
         processes.append(context.Process(target=rank_main, args=place, daemon=True))
         processes[-1].start()
         pipes.append(ours)
-    print(f"{arguments.ranks} ranks on {len(cpus)} processors; {[pipe.recv() for pipe in pipes][0]}")
+    about, *_ = [pipe.recv() for pipe in pipes]
+    print(f"{arguments.ranks} ranks on {len(cpus)} processors; {about}")
     with_floor = arguments.ranks == 2 and len(cpus) > 1
     columns = ["colrow", "collectives", "gloo", *(FLOORS if with_floor else ())]
     print("median / 99th percentile, microseconds\n" + f"{'bytes':>9} {'dtype':<9}" + "".join(f"{name:>20}" for name in columns))
@@ -129,7 +130,8 @@ def main() -> None:
                 cells = floor(program, nbytes, dtype, count, cpus) if program else {}
                 for pipe in pipes:
                     pipe.send((nbytes, dtype, count))
-                cells |= [pipe.recv() for pipe in pipes][0]
+                measured, *_ = [pipe.recv() for pipe in pipes]
+                cells |= measured
                 text = "".join(f"{f'{cells[name][0]:.1f} / {cells[name][1]:.1f}':>20}" for name in columns)
                 print(f"{nbytes:>9} {str(dtype).removeprefix('torch.'):<9}{text}", flush=True)
     for pipe, process in zip(pipes, processes, strict=True):

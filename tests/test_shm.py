@@ -197,6 +197,42 @@ def test_a_value_computed_in_the_buffer_is_not_copied() -> None:
     assert run_ranks(in_place_of_a_copy, 2, slot_bytes=SMALL) == [[4, 4000, SMALL]] * 2  # only what was read from the peer
 
 
+def reference_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As transformers' LlamaRMSNorm."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * h.to(x.dtype)
+
+
+def fused(transport: ShmTransport) -> list[bytes]:
+    results = []
+    for dtype, close in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)):
+        for rows, width in ((1, 1), (1, 575), (3, 64), (50, 333), (0, 8)):
+            inputs = [values(r, rows * width, dtype).view(rows, width) for r in range(transport.size)]
+            residual, weight = values(90, rows * width, dtype).view(rows, width), values(91, width, dtype)
+            expected = residual + ordered_sum(inputs)
+            out = torch.empty(rows, width, dtype=dtype)
+            source = inputs[transport.rank]
+            if rows * width * dtype.itemsize <= SMALL // 2:
+                source = transport.buffer(rows * width, dtype).view(rows, width).copy_(source)
+            transport.all_reduce_norm(source, residual, weight, 1e-5, out, call("all_reduce"))
+            assert same(residual, expected), (dtype, rows, width)
+            wanted = reference_norm(expected, weight, 1e-5)
+            torch.testing.assert_close(out.float(), wanted.float(), rtol=close, atol=close)
+            results.append(bytes(out.view(torch.uint8).flatten().tolist()))
+    with pytest.raises(ValueError, match="a row is too long"):
+        transport.all_reduce_norm(torch.ones(1, SMALL), torch.ones(1, SMALL), torch.ones(SMALL), 1e-5, torch.ones(1, SMALL), call("x"))
+    with pytest.raises(ValueError, match="of one dtype"):
+        transport.all_reduce_norm(*[torch.ones(4, dtype=torch.float64)] * 3, 1e-5, torch.ones(4, dtype=torch.float64), call("x"))
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_all_reduce_with_residual_and_norm_is_what_the_modules_compute(size: int) -> None:
+    results = run_ranks(fused, size, slot_bytes=SMALL)
+    assert all(result == results[0] for result in results)  # the same bits on every rank
+
+
 def refusals(transport: ShmTransport) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         transport.all_reduce(torch.ones(4, 4).t(), "sum", call("all_reduce"))

@@ -11,7 +11,7 @@ import pytest
 from colrow.native import SHM, compiler_command
 
 ROOT = Path(__file__).resolve().parents[1]
-FLAGS = ["-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-pthread"]
+FLAGS = ["-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-fno-math-errno", "-pthread"]
 
 
 def build(root: Path, out: Path) -> Path:

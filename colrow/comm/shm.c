@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
+#include "shm_norm.h"
 #include "shm_reduce.h"
 #include "shm_wait.h"
 
@@ -108,6 +109,28 @@ API int64_t cr_all_reduce(Group *g, const char *x, char *out, uint64_t count, in
     if (status) return status;
     if (bytes <= g->one_shot_limit || in_slot || g->size == 1) return one_shot(g, x, out, bytes, reduce_of[dtype][op], unit);
     return two_shot(g, x, out, bytes, reduce_of[dtype][op], unit);
+}
+
+/* Sum of all ranks' x [rows, width], added to `residual` in place, and the RMSNorm of that into `out`: as many rows a step as a slot holds,
+ * at least one. `x` may be the slot of the coming step if that holds all rows. `out` overlaps neither x nor residual. */
+API int64_t cr_reduce_norm(Group *g, const char *x, char *residual, const char *weight, char *out, uint64_t rows, uint64_t width, int dtype,
+                           float eps, int site) {
+    const uint64_t row = width * size_of[dtype], capacity = g->slot_bytes / (row ? row : 1), detail = (uint64_t)bits_of(eps) << 32 | width;
+    int64_t status = begin(g, CR_REDUCE_NORM, (uint32_t)dtype, rows * width, detail, site, x);
+    if (status) return status;
+    for (uint64_t done = 0;;) {
+        const uint64_t now = smaller(capacity, rows - done);
+        if (must_write(g)) put(g, 0, x + done * row, now * row);
+        if ((status = exchange(g))) return status;
+        for (uint64_t i = 0; i < now; i++) {
+            const uint64_t at = (done + i) * row;
+            reduce_slots(g, reduce_of[dtype][0], size_of[dtype], i * row, x + at, out + at, row);
+            norm_of[dtype](out + at, residual + at, weight, width, eps);
+        }
+        done += now;
+        if (done >= rows) return g->moved;
+        next_step(g);
+    }
 }
 
 /* ---- The others: one step per chunk ---- */

@@ -215,12 +215,14 @@ class ShmTransport:
         It is meant for the very next collective of this group: ask anew each time. At most `mapping.slot_bytes` large.
         """
         nbytes = numel * dtype.itemsize
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
         at = self._library.cr_buffer(self._handle, nbytes)
         if at is None:
             raise ValueError(f"a shared buffer has at most {self.mapping.slot_bytes} bytes, {nbytes} were asked for")
         key = (at, numel, dtype)
         if key not in self._lent:
-            self._lent[key] = torch.frombuffer((ctypes.c_char * max(nbytes, 1)).from_address(at), dtype=dtype, count=numel)
+            self._lent[key] = torch.frombuffer((ctypes.c_char * nbytes).from_address(at), dtype=dtype, count=numel)
         return self._lent[key]
 
     def all_reduce_into(self, x: torch.Tensor, out: torch.Tensor, op: str, call: Call) -> int:
@@ -228,9 +230,35 @@ class ShmTransport:
         if x.numel() != out.numel() or x.dtype != out.dtype:
             raise ValueError(f"all_reduce_into '{call.name}': x is {_about(x)}, out is {_about(out)}")
         at, site = _address(x, call), self._sites[call.name, call.detail]
-        if self._in_slots(at) and at != self._library.cr_buffer(self._handle, x.nbytes):
-            raise ValueError(f"all_reduce_into '{call.name}': this buffer was lent for an earlier call")
+        self._check_lent(at, x.nbytes, call)
         return self._run(self._c_all_reduce, at, _address(out, call), x.numel(), _DTYPES[x.dtype], _OPS[op], site)
+
+    def all_reduce_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, call: Call
+    ) -> int:
+        """all_reduce(sum) of `x`, residual addition and RMSNorm in one pass, as they follow each other when decoding.
+
+        `residual` += sum, in place; `out` = weight · residual / sqrt(mean(residual²) + eps) over the last dim, rounded where a Llama
+        block's modules round. All of one dtype (float32, bfloat16, float16), x, residual and out of one shape [..., width], one row at most as
+        large as a slot. `x` may be what `buffer` lent for this call. Knows no gradients.
+        """
+        dtype, width = _DTYPES.get(x.dtype, _BYTES), weight.numel()
+        tensors = (x, residual, weight, out)
+        if dtype > 2 or any(t.dtype != x.dtype or not t.is_contiguous() or not t.is_cpu for t in tensors):
+            raise ValueError(f"all_reduce_norm '{call.name}': contiguous float32, bfloat16 or float16 tensors of one dtype are needed")
+        if not x.numel() == residual.numel() == out.numel() or x.shape[-1] != width or width * x.itemsize > self.mapping.slot_bytes:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors)
+            raise ValueError(
+                f"all_reduce_norm '{call.name}': x, residual, weight, out have shapes {shapes}; a row is too long or they differ"
+            )
+        places = [t.data_ptr() for t in tensors]
+        self._check_lent(places[0], x.nbytes, call)
+        site = self._sites[call.name, call.detail]
+        return self._run(self._library.cr_reduce_norm, *places, x.numel() // width, width, dtype, eps, site)
+
+    def _check_lent(self, at: int, nbytes: int, call: Call) -> None:
+        if self._in_slots(at) and at != self._library.cr_buffer(self._handle, nbytes):
+            raise ValueError(f"{call.op} '{call.name}': this buffer was lent for an earlier call")
 
     def _in_slots(self, at: int) -> bool:
         return self.mapping.base <= at < self.mapping.base + self.mapping.nbytes

@@ -69,6 +69,7 @@ def load_library() -> ctypes.CDLL:
         "cr_give_up": (None, (pointer, text)),
         "cr_close": (None, (pointer,)),
         "cr_all_reduce": (i64, (pointer, pointer, pointer, u64, i32, i32, i32)),
+        "cr_reduce_norm": (i64, (pointer, pointer, pointer, pointer, pointer, u64, u64, i32, ctypes.c_float, i32)),
         "cr_all_gather": (i64, (pointer, pointer, pointer, pointer, i32, u64, i32, i32)),
         "cr_reduce_scatter": (i64, (pointer, pointer, pointer, pointer, i32, u64, i32)),
         "cr_broadcast": (i64, (pointer, pointer, u64, i32, i32, i32)),

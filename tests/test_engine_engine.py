@@ -13,7 +13,7 @@ from colrow.engine import account, exchange
 from colrow.engine.engine import Chunk, Engine
 from colrow.engine.generate import Memory
 from colrow.engine.prompts import encode
-from colrow.engine.sampling import Sampling
+from colrow.engine.settings import Sampling
 from colrow.engine.stopping import Finish
 from colrow.errors import UserError
 from tests import tiny

@@ -9,7 +9,8 @@ from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.engine.candidates import NonFiniteLogits
 from colrow.engine.exchange import CANDIDATES, DECISION, LOGITS, Exchange
-from colrow.engine.sampling import Sampling, choose, penalize
+from colrow.engine.sampling import choose, penalize
+from colrow.engine.settings import Sampling
 from colrow.engine.stopping import Finish
 from colrow.errors import RankError
 from colrow.partition import Partition, even

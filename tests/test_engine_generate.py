@@ -12,7 +12,7 @@ from colrow.comm.local import run_threads
 from colrow.engine.candidates import NonFiniteLogits
 from colrow.engine.forward import Forward, left_pad
 from colrow.engine.generate import Memory, generate
-from colrow.engine.sampling import Sampling
+from colrow.engine.settings import Sampling
 from colrow.engine.stopping import Finish, Limits
 from colrow.errors import UserError
 from tests import tiny

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from colrow.engine.candidates import NonFiniteLogits, check, decide, offer, tables, width
-from colrow.engine.sampling import Sampling, choose, draw, gumbel, kept, penalize, top
+from colrow.engine.sampling import choose, draw, gumbel, kept, penalize, top
+from colrow.engine.settings import Sampling
 from colrow.errors import UserError
 from colrow.partition import balance
 

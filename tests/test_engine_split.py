@@ -9,7 +9,7 @@ import pytest
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.engine.generate import Memory, generate
-from colrow.engine.sampling import Sampling
+from colrow.engine.settings import Sampling
 from colrow.engine.stopping import Limits
 from colrow.parallel.build import parallelize
 from tests import tiny

@@ -48,10 +48,12 @@ class Clock:
 
 @dataclass
 class Stages:
-    """Seconds by stage of a start: `with stages("load"): ...`. `listener` hears each name as the stage begins."""
+    """Seconds by stage of a start: `with stages("load"): ...`. `listener` hears each name as the stage begins; `results` has what the
+    stages found out on the way (the plan, the gate's verdict, warnings)."""
 
     listener: Listener | None = None
     seconds: dict[str, float] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ColrowError
-from .sampling import Sampling, draw, gumbel, kept, scale, top
+from .sampling import draw, gumbel, kept, scale, top
+from .settings import Sampling
 
 WIDTH = 128  # candidates a rank and row for top-p and min-p: 2 KB, enough for nearly every nucleus of a trained model
 OFFER_HEAD = 3  # numbers before the candidates

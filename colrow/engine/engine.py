@@ -20,7 +20,7 @@ from ..errors import UserError
 from .account import Clock
 from .generate import Memory, Step, generate
 from .prompts import Prompt, encode
-from .sampling import Sampling
+from .settings import Sampling
 from .stopping import Finish, Limits, StopText, context_limit, eos_ids
 from .text import TextStream
 

@@ -16,7 +16,8 @@ from ..comm.group import Group
 from ..errors import RankError
 from ..partition import Partition
 from .candidates import OFFER_HEAD, check, decide, offer, tables, width
-from .sampling import Sampling, choose, penalize
+from .sampling import choose, penalize
+from .settings import Sampling
 from .stopping import Finish
 
 CANDIDATES, DECISION, LOGITS = "engine.candidates", "engine.decision", "engine.logits"

@@ -20,7 +20,7 @@ import torch
 from ..comm.group import Group
 from .exchange import Exchange
 from .forward import Forward, left_pad, vocabulary
-from .sampling import Sampling
+from .settings import Sampling
 from .stopping import Finish, Limits
 
 Watch = Callable[[int, int], Finish | None]
@@ -105,17 +105,21 @@ def _steps(
                 found[row] = limit if limit is Finish.EOS else asked or limit
         return found
 
-    while not all(finished):
-        group.counters.phase = "prefill" if number == 0 else "decode"
-        logits, past = forward(ids, mask, past)
-        if memory is not None:
-            memory.keep(history[0], past)
-        live = [reason is None for reason in finished]
-        tokens, finished = exchange.agree(logits, history, number, ends)
-        for row, token in enumerate(tokens):
-            if live[row]:
-                history[row].append(token)
-        yield Step(number, tuple(token if alive else None for token, alive in zip(tokens, live, strict=True)), tuple(finished))
-        ids = torch.tensor(tokens, device=group.device)[:, None]
-        mask = None if mask is None else torch.cat([mask, mask.new_ones(len(tokens), 1)], 1)
-        number += 1
+    phase = group.counters.phase
+    try:
+        while not all(finished):
+            group.counters.phase = "prefill" if number == 0 else "decode"
+            logits, past = forward(ids, mask, past)
+            if memory is not None:
+                memory.keep(history[0], past)
+            live = [reason is None for reason in finished]
+            tokens, finished = exchange.agree(logits, history, number, ends)
+            for row, token in enumerate(tokens):
+                if live[row]:
+                    history[row].append(token)
+            yield Step(number, tuple(token if alive else None for token, alive in zip(tokens, live, strict=True)), tuple(finished))
+            ids = torch.tensor(tokens, device=group.device)[:, None]
+            mask = None if mask is None else torch.cat([mask, mask.new_ones(len(tokens), 1)], 1)
+            number += 1
+    finally:
+        group.counters.phase = phase

@@ -11,51 +11,13 @@ Not here: who holds which part of the vocabulary and what ranks exchange (candid
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
-from ..errors import UserError
+from .settings import Sampling
 
 _MASK = (1 << 64) - 1
 _GOLDEN, _M1, _M2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64: Steele, Lea, Flood, OOPSLA 2014
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are chosen. `temperature` 0 is greedy, and then the seed, top-k, top-p and min-p have no meaning.
-
-    `top_k` 0, `top_p` 1 and `min_p` 0 mean: no such limit. Among equal scores top-k keeps the lowest ids, so exactly k tokens stay.
-    Raises UserError for values out of range.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UserError("temperature must be a number of at least 0", self.temperature, "--temperature 0.7, or 0 for greedy")
-        if self.top_k < 0:
-            raise UserError("top-k must be at least 0", self.top_k, "--top-k 40, or 0 for no limit")
-        if not 0 < self.top_p <= 1:
-            raise UserError("top-p must lie in (0, 1]", self.top_p, "--top-p 0.9")
-        if not 0 <= self.min_p <= 1:
-            raise UserError("min-p must lie in [0, 1]", self.min_p, "--min-p 0.05")
-        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
-            raise UserError("repetition penalty must be above 0", self.repetition_penalty, "--repetition-penalty 1.1, or 1 for none")
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def single(self) -> bool:
-        """One candidate a rank is enough: greedy, or a draw from the untruncated distribution."""
-        return self.greedy or (self.top_k == 0 and self.top_p == 1 and self.min_p == 0)
 
 
 def scale(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -41,7 +41,7 @@ def test_a_rank_that_skips_a_collective_is_named_at_once() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0 waits in barrier 'only 0'; rank 1 ended without it"):
         local.run_threads(lambda g: collectives.barrier(g, "only 0") if g.rank == 0 else None, 2)
-    assert time.monotonic() - start < local.DEADLINE / 10
+    assert time.monotonic() - start < 60  # of a deadline of 600
 
 
 def test_ranks_that_wait_in_different_groups_are_named() -> None:
@@ -54,9 +54,19 @@ def test_ranks_that_wait_in_different_groups_are_named() -> None:
 
 
 def test_a_rank_that_never_comes_hits_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "DEADLINE", 0.2)
-    with pytest.raises(RankError, match=r"rank 0 waited 0 s in barrier 'late' for rank 1"):
-        local.run_threads(lambda g: collectives.barrier(g, "late") if g.rank == 0 else time.sleep(1.0), 2)
+    monkeypatch.setenv("COLROW_DEADLINE", "0.2")
+    with pytest.raises(RankError, match=r"rank 0 waited 0 s in all_reduce 'late' \(.*\) for rank 1"):
+        local.run_threads(lambda g: collectives.all_reduce(torch.ones(3), g, "late") if g.rank == 0 else time.sleep(1.0), 2)
+
+
+def test_objects_and_barriers_have_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLROW_DEADLINE", "0.1")
+
+    def work(g: Group) -> list[int]:
+        time.sleep(0.4 * g.rank)
+        return collectives.gather_objects(g.rank, g, "late")
+
+    assert local.run_threads(work, 2) == [[0, 1]] * 2
 
 
 def test_a_rank_may_go_on_while_others_still_read() -> None:

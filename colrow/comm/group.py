@@ -7,6 +7,7 @@ contiguous tensors, and `Counters` that say what was moved. The collectives them
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,11 @@ import torch
 from .counters import Counters
 
 CPU = torch.device("cpu")
+
+
+def deadline() -> float:
+    """Seconds that a rank waits in a collective for one that lives but does not come: COLROW_DEADLINE, or 600."""
+    return float(os.environ.get("COLROW_DEADLINE", "600"))
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,9 @@ class Transport(Protocol):
     """
 
     kind: str  # "threads", "shm", "gloo", "nccl", "single"
-    waited: float
+
+    @property
+    def waited(self) -> float: ...
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> int:
         """In place. `op` is "sum" or "max". Same bits on all ranks; float16 and bfloat16 are summed in float32."""
@@ -58,7 +66,7 @@ class Transport(Protocol):
         """In place, from rank `source` of the group."""
 
     def gather_objects(self, value: Any, call: Call) -> list[Any]:
-        """Small picklable values of all ranks, in rank order. Also the barrier."""
+        """Small picklable values of all ranks, in rank order. Also the barrier. Has no deadline: rank 0 may be waiting for its user."""
 
     def sub(self, ranks: Sequence[int]) -> Transport | None:
         """A transport of some of the ranks, ascending. Called by ALL ranks of this group with the same argument; None on ranks outside."""

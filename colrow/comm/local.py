@@ -24,10 +24,8 @@ from typing import Any
 import torch
 
 from ..errors import RankError
-from .group import Call, Group, Transport
+from .group import Call, Group, Transport, deadline
 from .reduce import reduce_in_order
-
-DEADLINE = 600.0  # seconds that a rank may wait for one that runs but does not come
 
 
 def run_threads(fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
@@ -128,14 +126,15 @@ class _Board:
                     self.waits.pop(member, None)
                 self.changed.notify_all()
                 return [turn.posts[member] for member in members], 0.0
-            start = time.perf_counter()
+            start, patient = time.perf_counter(), call.op in ("object", "barrier")
             self.waits[rank] = key
             self._look_for_hang()
             while len(turn.posts) < len(members):
                 self._raise_if_failed()
-                if not self.changed.wait(DEADLINE - (time.perf_counter() - start)) and len(turn.posts) < len(members):
+                left = None if patient else deadline() - (time.perf_counter() - start)
+                if not self.changed.wait(left) and len(turn.posts) < len(members):
                     missing = [member for member in members if member not in turn.posts]
-                    raise self._set_failure(rank, RankError(f"rank {rank} waited {DEADLINE:.0f} s in {call} for {_names(missing)}"))
+                    raise self._set_failure(rank, RankError(f"rank {rank} waited {deadline():.0f} s in {call} for {_names(missing)}"))
             return [turn.posts[member] for member in members], time.perf_counter() - start
 
     def finish(self, rank: int) -> None:

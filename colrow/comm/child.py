@@ -1,0 +1,146 @@
+"""What one rank's process does, from its start to its end. The parent's side is ranks.py.
+
+Only the standard library is imported at the top: signals, cores and threads are settled before torch is loaded.
+
+A rank ends when its parent does, however that ends: a thread reads the pipe from the parent, whose end only the parent holds open, and ends
+the process when it breaks. The pipe carries the jobs too, so that ranks can start, import and connect before the first job is known.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .group import Group
+
+Job = tuple[Any, tuple[Any, ...], bool]  # fn, args, whether rank 0 hands on what fn yields
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank is told when it is started. `cores` () = not pinned. `stdin` of rank 0 is the parent's, of the others empty."""
+
+    rank: int
+    size: int
+    backend: str  # "auto", "shm", "gloo", "nccl"
+    cores: tuple[int, ...]
+    threads: int
+    imports: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed: the exception if it can be pickled and the parent should raise it as it is, and always the text."""
+
+    error: BaseException | None
+    text: str
+    trace: str
+
+
+def main(start: Start, stdin: Connection | None, jobs: Connection, reports: Connection) -> None:
+    """Runs jobs until the parent says that there are no more. Never returns: the process ends here, with 0 unless a job failed."""
+    code = 1
+    try:
+        inbox = _settle(start, stdin, jobs)
+        group = _connect(start, int(inbox.get() or 0))
+        for name in start.imports:
+            __import__(name)
+        while (data := inbox.get()) is not None:
+            _report(reports, "result", _run(pickle.loads(data), group, reports))
+        group.close()
+        code = 0
+    except BaseException as error:  # the parent decides what to make of it
+        _report(reports, "failure", _failure(start, error))
+        threading.Event().wait(5.0)  # until the parent ends this process: peers must not see a lost connection before it has the reason
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # without interpreter shutdown, in which threads of gloo may abort the process
+
+
+def _settle(start: Start, stdin: Connection | None, jobs: Connection) -> queue.SimpleQueue[bytes | None]:
+    """Signals, input, cores and threads; starts the thread that watches the parent and returns where it puts the jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    threading.Thread(target=_watch, args=(jobs, inbox), name="parent", daemon=True).start()
+    if stdin is not None:
+        os.dup2(stdin.fileno(), 0)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open as long as the process)
+    if start.cores:
+        os.sched_setaffinity(0, start.cores)
+    os.environ["OMP_NUM_THREADS"] = str(start.threads)
+    import torch
+
+    torch.set_num_threads(start.threads)
+    return inbox
+
+
+def _watch(jobs: Connection, inbox: queue.SimpleQueue[bytes | None]) -> None:
+    try:
+        while (data := jobs.recv_bytes()) != b"":  # b"": no more jobs
+            inbox.put(data)
+        inbox.put(None)
+        jobs.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)  # the parent is gone
+
+
+def _connect(start: Start, port: int) -> Group:
+    """The group, by way of the store that the parent keeps on `port`. Gloo stays on the loopback interface unless told otherwise."""
+    from torch.distributed import TCPStore
+
+    from . import dist
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return dist.join_ranks(start.rank, start.size, TCPStore("127.0.0.1", port, is_master=False), start.backend)
+
+
+def _run(job: Job, group: Group, reports: Connection) -> Any:
+    """One job on this rank. Ends with a barrier, so that a rank that skipped a collective is named by those that wait for it."""
+    from . import collectives
+
+    fn, args, streaming = job
+    result = fn(group, *args)
+    if streaming:
+        result = _stream(iter(result), group, reports)
+    collectives.barrier(group, "the end of the program")
+    return result
+
+
+def _stream(items: Iterator[Any], group: Group, reports: Connection) -> Any:
+    """Every rank takes every step; rank 0's items go to the parent as they come. Returns what the generator returns."""
+    while True:
+        try:
+            item = next(items)
+        except StopIteration as end:
+            return end.value
+        if group.rank == 0:
+            _report(reports, "item", item)
+
+
+def _report(reports: Connection, kind: str, value: Any) -> None:
+    reports.send_bytes(pickle.dumps((kind, value)))
+
+
+def _failure(start: Start, error: BaseException) -> Failure:
+    from ..errors import ColrowError
+
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    kept: BaseException | None = None
+    if isinstance(error, ColrowError):
+        try:
+            kept = pickle.loads(pickle.dumps(error))
+        except Exception:  # an error class of someone else's whose arguments cannot be pickled: its text will do
+            kept = None
+    return Failure(kept, f"rank {start.rank} failed: {text}", "".join(traceback.format_exception(error)))

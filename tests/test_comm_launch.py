@@ -1,0 +1,270 @@
+"""Starting, watching and ending real processes: results, failures told in one line, nothing left behind, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from colrow.comm import launch
+from colrow.comm.ranks import Ranks, share_of_cores
+from colrow.errors import RankError, UserError
+from tests import comm_ranks
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 5.0  # in which no process may be left
+
+
+def gone(pid: int) -> bool:
+    """Ended, or ended and not yet collected by whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def children(pid: int) -> list[int]:
+    """The running processes whose parent is `pid`."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def all_gone(pids: list[int], seconds: float = SECONDS) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not all(map(gone, pids)):
+        time.sleep(0.05)
+    return all(map(gone, pids))
+
+
+def ranks_left() -> list[int]:
+    return [pid for pid in children(os.getpid()) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+# ---- results ----
+
+
+@pytest.mark.process
+def test_results_cores_and_threads() -> None:
+    found = launch.spawn(comm_ranks.about, 2, backend="auto")
+    assert [(f["rank"], f["size"], f["total"]) for f in found] == [(0, 2, 3.0), (1, 2, 3.0)]
+    for f in found:
+        cores, threads = share_of_cores(f["rank"], 2)
+        assert f["threads"] == threads
+        assert not cores or tuple(f["cores"]) == cores
+    assert all_gone([f["pid"] for f in found])
+    assert not ranks_left()
+
+
+@pytest.mark.process
+def test_several_jobs_and_a_stream_on_the_same_ranks() -> None:
+    with Ranks(2, "gloo", imports=("json",)) as ranks:
+        first = ranks.run(comm_ranks.about)
+        assert list(ranks.stream(comm_ranks.steps, (3,))) == [(0, 0), (0, 2), (0, 4)]
+        assert [f["pid"] for f in ranks.run(comm_ranks.about)] == [f["pid"] for f in first]
+        items = ranks.stream(comm_ranks.steps, (10**9,))
+        assert next(items) == (0, 0)
+        items.close()  # a caller who has seen enough
+        assert all_gone([f["pid"] for f in first])
+        with pytest.raises(RankError, match="have ended"):
+            ranks.run(comm_ranks.about)
+
+
+def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 4, 6, 7})
+    assert [share_of_cores(rank, 2) for rank in range(2)] == [((1, 3), 2), ((4, 6), 2)]
+    assert share_of_cores(7, 8) == ((), 1)
+
+
+def test_one_rank_runs_here() -> None:
+    assert launch.run(comm_ranks.fails, 1, ("none",)) == [None]
+    assert list(launch.stream(comm_ranks.steps, 1, (2,))) == [(0, 0), (0, 2)]
+    assert launch.run(os_pid, 1) == [os.getpid()]
+
+
+def os_pid(g: object) -> int:
+    return os.getpid()
+
+
+# ---- failures ----
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("how", "backend", "error", "text"),
+    [
+        ("user", "gloo", UserError, r"no such model, got x; try: demo"),
+        ("user", "auto", UserError, r"no such model, got x; try: demo"),
+        ("bug", "gloo", RankError, r"rank 1 failed: ZeroDivisionError: on purpose"),
+        ("killed", "gloo", RankError, r"rank 1 was killed by SIGKILL.*"),
+        ("killed", "auto", RankError, r"rank 1 was killed by SIGKILL.*"),
+        ("exit", "gloo", RankError, r"rank 1 ended with exit code 3 before it was done"),
+        ("sys.exit", "gloo", RankError, r"rank 1 failed: SystemExit: 4"),
+    ],
+)
+def test_the_first_failure_is_the_message(
+    how: str, backend: str, error: type[Exception], text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        launch.spawn(comm_ranks.fails, 2, (how,), backend)
+    assert re.fullmatch(text, str(caught.value))
+    assert not ranks_left()
+    assert "Traceback" not in capfd.readouterr().err
+    if how == "bug":
+        assert "comm_ranks.py" in str(caught.value.__cause__), "the rank's own traceback is lost"
+
+
+@pytest.mark.process
+def test_a_result_that_cannot_be_sent() -> None:
+    with pytest.raises(RankError, match=r"rank \d failed: .*[Pp]ickle.*|rank \d failed: .*local object.*"):
+        launch.spawn(comm_ranks.unpicklable, 2, backend="gloo")
+    assert not ranks_left()
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "2"])
+def test_wrong_sizes(size: object) -> None:
+    with pytest.raises(UserError, match="whole number of at least 1"):
+        launch.spawn(comm_ranks.about, size)  # type: ignore[arg-type]
+
+
+def test_wrong_backend() -> None:
+    with pytest.raises(UserError, match="auto, shm, gloo, nccl"):
+        launch.spawn(comm_ranks.about, 2, backend="mpi")
+
+
+@pytest.mark.process
+def test_functions_that_cannot_be_sent() -> None:
+    with pytest.raises(UserError, match="top level of a module"):
+        launch.spawn(lambda g: None, 2, backend="gloo")
+    assert not ranks_left()
+
+
+@pytest.mark.process
+def test_programs_that_cannot_be_imported_again(tmp_path: Path) -> None:
+    typed = "from colrow.comm import launch\ndef f(g): pass\nlaunch.spawn(f, 2, backend='gloo')\n"
+    done = subprocess.run([sys.executable, "-c", typed], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "a function that is in no file" in done.stderr
+    (tmp_path / "unguarded.py").write_text(typed)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "unguarded.py"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1, "the ranks' tracebacks are noise"
+    assert '__name__ == "__main__"' in done.stderr
+
+
+# ---- torchrun ----
+
+
+def environment(**more: object) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in more.items()}}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_torchrun(backend: str) -> None:
+    """launch.run on what torchrun has started: every process has all results."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "tests.comm_ranks", "join", backend], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[3.0, 3.0]") == 2
+    assert "terminate called" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be a number, got x"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK must be below WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_join_says_what_is_missing(variables: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=text):
+        launch.join()
+
+
+# ---- signals ----
+
+
+class Program:
+    """`python -m tests.comm_ranks waits`, in a process group of its own, as a terminal starts it."""
+
+    def __init__(self, program: str, backend: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.comm_ranks", program, backend],
+            cwd=ROOT,
+            env=environment(),
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ranks(self) -> list[int]:
+        """The ranks' process numbers, once both run the program."""
+        assert self.process.stderr is not None
+        lines = [self.process.stderr.readline() for _ in range(2)]
+        assert all(line.startswith("pid ") for line in lines), lines
+        return [int(line.split()[1]) for line in lines]
+
+    def end(self, whom: str, number: signal.Signals) -> tuple[int, str, float]:
+        """Sends the signal to the parent or, as a terminal does, to all: exit code, what was printed since, seconds until the end."""
+        start = time.monotonic()
+        if whom == "all":
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+        _, text = self.process.communicate(timeout=30)
+        return self.process.returncode, text, time.monotonic() - start
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("program", "backend", "whom", "number", "code", "text"),
+    [
+        ("waits", "gloo", "all", signal.SIGINT, 130, "interrupted\n"),
+        ("waits", "auto", "parent", signal.SIGINT, 130, "interrupted\n"),
+        ("waits", "gloo", "parent", signal.SIGTERM, -signal.SIGTERM, ""),
+        ("waits", "auto", "parent", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("computes", "gloo", "all", signal.SIGINT, 130, "interrupted\n"),
+        ("computes", "gloo", "parent", signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_signals_end_everything(program: str, backend: str, whom: str, number: signal.Signals, code: int, text: str) -> None:
+    running = Program(program, backend)
+    ranks = running.ranks()
+    found, printed, seconds = running.end(whom, number)
+    assert all_gone(ranks)
+    assert (found, printed) == (code, text)
+    assert seconds < SECONDS
+
+
+@pytest.mark.process
+def test_ctrl_c_while_ranks_import() -> None:
+    running = Program("waits", "gloo")
+    ranks: list[int] = []
+    until = time.monotonic() + 60
+    while len(ranks) < 3 and time.monotonic() < until:  # two ranks and multiprocessing's resource tracker
+        time.sleep(0.02)
+        ranks = children(running.process.pid)
+    code, printed, _ = running.end("all", signal.SIGINT)
+    assert all_gone(ranks)
+    assert (code, printed) == (130, "interrupted\n")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
@@ -100,7 +102,8 @@ def test_activation_checkpointing(name: str, reentrant: bool) -> None:
 
     def task(group: Group, model: Any) -> dict[str, torch.Tensor]:
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its name before
+        enable({"use_reentrant": reentrant})
         next_token_loss(model(at.ids).logits, at.ids).backward()
         return whole_gradients(model)
 
@@ -141,6 +144,62 @@ def test_groups_that_reduce_separately() -> None:
         return float(model(torch.tensor(10.0**group.rank)))
 
     assert run_threads(rank, 4) == [1001, 110, 110, 1001]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+def test_save_pretrained_writes_the_whole_model(name: str, tmp_path: Path) -> None:
+    at = whole(case(name))
+    ask_split(at, hand_plan(at.config, 3), lambda group, model: model.save_pretrained(tmp_path))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(again) is type(at.model)
+    for key, p in at.model.named_parameters():
+        assert torch.equal(again.get_parameter(key), p), key
+    assert (again.lm_head.weight is again.get_input_embeddings().weight) == at.config.tie_word_embeddings
+
+
+def test_a_copy_of_a_split_model_is_refused_but_layers_may_be_copied() -> None:
+    """PEFT copies single layers (modules_to_save)."""
+    at = whole(case("llama"))
+
+    def task(group: Group, model: Any) -> None:
+        with pytest.raises(UserError, match="cannot be copied"):
+            copy.deepcopy(model)
+        layer = copy.deepcopy(model.lm_head)
+        assert layer.group is group
+        assert layer.weight is not model.lm_head.weight
+
+    ask_split(at, hand_plan(at.config, 2), task)
+
+
+def test_dropout_is_refused_in_training_only() -> None:
+    at = whole(case("gpt2", resid_pdrop=0.1))
+    heads = whole(case("llama", attention_dropout=0.2))
+
+    def task(group: Group, model: Any) -> str:
+        model(at.ids)
+        model.train()
+        with pytest.raises(UserError, match="dropout") as error:
+            model(at.ids)
+        return str(error.value)
+
+    assert "resid_dropout with 0.1" in ask_split(at, hand_plan(at.config, 2), task)[0]
+    assert "self_attn with 0.2" in ask_split(heads, hand_plan(heads.config, 2), task)[0]
+
+
+def test_under_autocast() -> None:
+    """bfloat16 products between float32 parameters: near the whole model under the same autocast."""
+    at = whole(case("llama-bias"))
+    mine = copy.deepcopy(at.model).float()
+
+    def logits(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(at.ids, labels=at.ids)
+        out.loss.backward()
+        return out.logits.detach().float()
+
+    expected = logits(mine)
+    for found in ask_split(at, hand_plan(at.config, 2), lambda group, model: logits(model.float())):
+        assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
 # --- the head

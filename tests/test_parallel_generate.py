@@ -11,10 +11,12 @@ import torch
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.errors import UserError
+from colrow.parallel.collect import whole_gradients
 from colrow.parallel.generate import DrawOnce
+from colrow.parallel.head import sharded_logits
 
 from .hand_plans import hand_plan
-from .splitting import ask_split, case, whole
+from .splitting import TOLERANCE, ask_split, case, next_token_loss, whole
 
 NEW = {"max_new_tokens": 8, "min_new_tokens": 8}
 
@@ -53,6 +55,35 @@ def test_ranks_without_a_cache_of_heads() -> None:
     for cache in ("dynamic", "static"):
         expected, found = generated(at, 8, do_sample=False, cache_implementation=cache)
         assert all(torch.equal(ids, expected) for ids in found)
+
+
+def test_generate_has_whole_logits_even_inside_sharded_logits() -> None:
+    at = whole(case("llama"), "sdpa")
+
+    def task(group: Group, model: Any) -> torch.Tensor:
+        with sharded_logits(model):
+            ids = model.generate(at.ids, do_sample=False, **NEW)
+            assert model(at.ids).logits.shape[-1] < 101
+        return ids
+
+    expected = copy.deepcopy(at.model).generate(at.ids, do_sample=False, **NEW)
+    for ids in ask_split(at, hand_plan(at.config, 2), task):
+        assert torch.equal(ids, expected)
+
+
+def test_training_after_generation_in_inference_mode() -> None:
+    """Nothing that generation made may be an inference tensor that autograd cannot save."""
+    at = whole(case("llama"), "sdpa")
+
+    def task(group: Group, model: Any) -> torch.Tensor:
+        with torch.inference_mode():
+            model.generate(at.ids, do_sample=False, **NEW)
+            model(at.ids)
+        next_token_loss(model(at.ids).logits, at.ids).backward()
+        return whole_gradients(model)["model.embed_tokens.weight"]
+
+    for grad in ask_split(at, hand_plan(at.config, 2), task):
+        assert (grad - at.answers.tensors["gradient of model.embed_tokens.weight"]).abs().max() <= TOLERANCE
 
 
 DRAWS = {

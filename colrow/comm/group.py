@@ -131,6 +131,9 @@ class Group:
                 self._subs[key] = Group(key.index(self.rank), len(key), transport, self.device, names, self.counters)
         return self._subs[key]
 
+    def __deepcopy__(self, memo: dict) -> Group:
+        return self  # a connection, not data: a copied layer speaks over the same one
+
     def close(self) -> None:
         """Gives back what the transport holds: connections, memory, threads. Not a collective; the group cannot be used afterwards."""
         for group in self._subs.values():

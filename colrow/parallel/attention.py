@@ -12,6 +12,7 @@ work, also if it is changed later. K and V arrive after the cache's update, so t
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -72,9 +73,16 @@ def mapped_attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, 
     """query [B, heads, S, d], key and value [B, KV heads, T, d] of this rank; what follows is the model's own function's business."""
     kv_of = getattr(module, "colrow_heads", None)
     if kv_of is not None:
-        index = torch.tensor(kv_of, device=key.device)
+        index = _index(kv_of, key.device)
         key, value = key.index_select(1, index), value.index_select(1, index)
     return own_function(module)(module, query, key, value, *args, **kwargs)
+
+
+@functools.cache
+def _index(kv_of: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Made once for each map and device: a constant of the model, not to be sent to a GPU at every step."""
+    with torch.inference_mode(False):  # else training after generation could not save it for its backward pass
+        return torch.tensor(kv_of, device=device)
 
 
 def own_function(module: nn.Module) -> Callable[..., Any]:

@@ -4,7 +4,8 @@
     model = parallelize(model, plan, group)              for a whole model that is in memory
 
 Parameters keep their names and stay the same objects (tied ones stay tied, an optimizer made before keeps its hold); their data becomes the
-rank's piece. `model.colrow` is the State. generate, caches, PEFT and checkpoint names keep working because the modules are still there.
+rank's piece. `model.colrow` is the State. generate, caches, save_pretrained and checkpoint names keep working because the modules are still
+there. `output_attentions` gives the rank's own heads; a split model cannot be deep-copied (copy the whole one).
 
 Not here: deciding anything (the plan does), reading files, proving that the result is right (proof/).
 """
@@ -23,7 +24,7 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
 from ..planning.plan import Edit, Plan
-from . import attention, borders, embedding, generate, gradients, head, linear
+from . import attention, borders, dropout, embedding, generate, gradients, head, linear, save
 from .check import check, reduces
 from .state import State
 
@@ -64,8 +65,8 @@ def split(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
             borders.install(model, state, region)
     state.sums = gradients.install(model, plan, group)
     borders.forget_copies(model, state)
-    head.install(model, state)
-    generate.install(model, state)
+    for part in (head, generate, save, dropout):
+        part.install(model, state)
     model.colrow = state  # type: ignore[assignment]
     return model
 

@@ -60,7 +60,11 @@ def install(model: nn.Module, state: State) -> None:
             if settings.get("max_time") is not None:
                 raise UserError("max_time lets each rank stop by its own clock", settings["max_time"], "max_new_tokens")
         kwargs.setdefault("disable_compile", True)  # a step has collectives in it, which a compiler cannot see through
-        with DrawOnce(state.group):
-            return original(*args, **kwargs)
+        sharded, state.sharded_logits = state.sharded_logits, False
+        try:
+            with DrawOnce(state.group):
+                return original(*args, **kwargs)
+        finally:
+            state.sharded_logits = sharded
 
     model.generate = generate  # type: ignore[assignment]

@@ -59,6 +59,11 @@ class State:
     sharded_logits: bool = False  # inside head.sharded_logits(model)
     sums: GradientSums | None = None  # the gradients that are summed as they arrive
 
+    def __deepcopy__(self, memo: dict) -> State:
+        raise UserError(
+            "a split model cannot be copied: its hooks would still speak of the first", None, "copy the whole model, split the copy"
+        )
+
     @property
     def head(self) -> Region | None:
         """The gather that makes the model's logits whole; None where every rank computes all of them."""

@@ -1,0 +1,33 @@
+"""`model.save_pretrained` on a split model: rank 0 writes the whole model, as transformers writes it.
+
+Without this each rank would write its own slices under the names of the whole tensors. Every rank must call it; rank 0 holds the whole
+model in memory meanwhile. Models that fit on no single rank are exported slice by slice (checkpoint/export).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..comm import collectives
+from .collect import whole_parameters
+from .state import State
+
+
+def install(model: nn.Module, state: State) -> None:
+    """Wraps the model's own `save_pretrained`. Does nothing for models without one, or on one rank."""
+    original: Any = getattr(model, "save_pretrained", None)
+    if original is None or state.group.size == 1:
+        return
+
+    def save_pretrained(directory: Any, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state_dict is None:
+            split = {name for name, _ in state.plan.names()}
+            buffers = {name: value for name, value in model.state_dict().items() if name not in split}
+            state_dict = whole_parameters(model, everywhere=False) | buffers
+        if state.group.rank == 0:
+            original(directory, *args, state_dict=state_dict, **kwargs)
+        collectives.barrier(state.group, "save_pretrained")
+
+    model.save_pretrained = save_pretrained  # type: ignore[assignment]

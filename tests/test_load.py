@@ -123,6 +123,31 @@ def test_a_buffer_that_nothing_computes_is_caught(tmp_path):
         load.from_source(model, found.source())
 
 
+def test_computing_buffers_leaves_weights_alone(tmp_path, monkeypatch):
+    """An initializer in the style of older code, which writes weights of the module and of its children whatever was loaded."""
+    from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+
+    def init_weights(self, module):
+        if isinstance(module, torch.nn.Module) and "table" in module._buffers:
+            module.table.copy_(torch.arange(3.0))
+            for p in module.parameters():
+                p.data.normal_()
+        else:
+            super(LlamaPreTrainedModel, self)._init_weights(module)
+
+    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", init_weights, raising=False)
+    folder, whole = files.saved("llama", tmp_path)
+    found = model_dir.find(str(folder))
+    plan = files.plan(found.config(), 1)
+    model = files.split(found.config(), plan, 0)
+    for module in (model.model.norm, model.model.layers[0]):
+        module.register_buffer("table", torch.empty(3, device="meta"), persistent=False)
+    load.from_source(model, found.source())
+    assert torch.equal(model.model.layers[0].table, torch.arange(3.0))
+    for name, p in whole.named_parameters():
+        assert torch.equal(model.get_parameter(name), p), name
+
+
 def test_progress_ends_at_all_elements(tmp_path):
     folder, _ = files.saved("gpt2", tmp_path)
     found = model_dir.find(str(folder))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -156,13 +157,11 @@ def _remake_buffers(model: nn.Module, device: torch.device | str) -> None:
         lost = {leaf: b for leaf, b in module._buffers.items() if b is not None and b.is_meta}
         if not lost:
             continue
-        for parameter in module.parameters(recurse=False):
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers' word for: leave it alone
         results = []
         for filling in (0, 1):
             for leaf, buffer in lost.items():
                 module._buffers[leaf] = torch.full(buffer.shape, filling, dtype=buffer.dtype, device=device)
-            with torch.no_grad():
+            with torch.no_grad(), _out_of_reach(module):
                 owner._init_weights(module)  # type: ignore[operator]
             results.append({leaf: module._buffers[leaf] for leaf in lost})
         for leaf, buffer in lost.items():
@@ -171,6 +170,21 @@ def _remake_buffers(model: nn.Module, device: torch.device | str) -> None:
                 raise ValueError(
                     f"{type(module).__name__}.{leaf} is neither in the files nor computed by {type(owner).__name__}._init_weights"
                 )
+
+
+@contextmanager
+def _out_of_reach(module: nn.Module) -> Iterator[None]:
+    """Initializers write buffers, but also weights, and not always only the module's own: meanwhile they find empty ones on meta."""
+    kept = [(owner, dict(owner._parameters)) for owner in module.modules()]
+    try:
+        for owner, parameters in kept:
+            for leaf, p in parameters.items():
+                if p is not None:
+                    owner._parameters[leaf] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        yield
+    finally:
+        for owner, parameters in kept:
+            owner._parameters.update(parameters)
 
 
 def _with_owner(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:

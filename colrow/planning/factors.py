@@ -214,15 +214,15 @@ class Factors:
 
     def cut(self, node: Node, points: Iterable[int]) -> None:
         """Make a leaf or sum a sum that has borders at `points`."""
-        node = find(node)
+        node, points = find(node), set(points)
         if not node.segs:
-            edges = sorted({0, node.size} | set(points))
+            edges = sorted({0, node.size} | points)
             if len(edges) > 2:
                 node.segs = tuple(self.node(b - a, node.flag) for a, b in pairwise(edges))
             return
         out: list[Node] = []
         for part, at in self._placed(node):
-            inside = sorted(p - at for p in set(points) if at < p < at + part.size)
+            inside = sorted(p - at for p in points if at < p < at + part.size)
             edges = [0, *inside, part.size]
             out.extend(self.wrap(self.slice([part], a, b)) if inside else part for a, b in pairwise(edges))
         node = find(node)

@@ -20,7 +20,7 @@ from .trace import Call, Op, Trace, TraceError
 REALISTIC = {"B": 4, "S": 1024}
 """Sizes that stand for the traced ones in costs: with the traced ones, attention scores look smaller than a hidden vector."""
 
-PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # y = x·W + b, as these two write it
+PRODUCTS = (nn.Linear, Conv1D)  # exactly these: a class of a model's own may do more
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,26 @@ class Graph:
         return [d and live for d, live in zip(out, self.live, strict=True)]
 
     @cached_property
+    def from_input(self) -> list[bool]:
+        """Whether a value depends on the model's inputs."""
+        out = [v.kind == "input" for v in self.trace.values]
+        for op in self.trace.ops:
+            if any(out[v] for v in self.inputs[op.index]):
+                for o in op.outputs:
+                    if o >= 0:
+                        out[o] = True
+        return out
+
+    @cached_property
+    def heads(self) -> list[frozenset[Node]]:
+        """For each attention call, the leaves of its query heads."""
+        return [frozenset(leaves(self.axes.dims[call.q][1])) for call in self.trace.attention]
+
+    def values_with(self, leaf: Node) -> set[int]:
+        ops = (self.trace.ops[i] for i in self.ops_of[leaf])
+        return {v for op in ops for v in (*self.inputs[op.index], *op.outputs) if v >= 0 and leaf in self.leaves[v]}
+
+    @cached_property
     def leaving(self) -> dict[int, list[Border]]:
         """Values at outputs of the calls that make them, innermost call first."""
         out: dict[int, list[Border]] = defaultdict(list)
@@ -142,10 +162,10 @@ class Graph:
 
     def is_product(self, module: str) -> bool:
         """The module is an ordinary linear layer, whose bias the applier adds after the reduction."""
-        return getattr(self.trace.modules.get(module), "forward", None) in PRODUCTS
+        return self.trace.modules.get(module) in PRODUCTS
 
     def is_table(self, module: str) -> bool:
-        return getattr(self.trace.modules.get(module), "forward", None) is nn.Embedding.forward
+        return self.trace.modules.get(module) is nn.Embedding
 
     def per_token(self, value: int) -> float:
         """Elements of a value per token, for realistic batch and sequence lengths."""

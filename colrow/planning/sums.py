@@ -150,7 +150,11 @@ class _Walk:
         graph, flow = self.graph, self.flow
         crossed = graph.cross[op.index] & flow.chosen
         if crossed:
-            self.problem(op, f"mixes this axis of {_size(crossed)}")
+            self.problem(op, "mixes it")
+            return True
+        inside = graph.op_leaves[op.index] & flow.chosen
+        if op.attention is not None and not inside <= graph.heads[op.attention]:
+            self.problem(op, "is part of an attention function, which can be cut between heads only")
             return True
         for v in graph.inputs[op.index]:
             if not graph.leaves[v] & flow.chosen:
@@ -159,7 +163,7 @@ class _Walk:
             made = graph.producer[v]
             plain = made is not None and graph.op(made).name in ("expand", "zeros", "ones", "full", "empty")
             if value.constant and not plain and not self.can.constants:
-                self.problem(op, "takes a constant of the model's code with one entry per index of this axis")
+                self.problem(op, "takes a constant of the model's code with one entry per index of it")
                 return True
             if value.kind == "parameter" and op.attention is not None:
                 self.problem(op, f"uses {graph.parameter_of[v]} inside the attention function")
@@ -170,11 +174,11 @@ class _Walk:
         graph = self.graph
         effect, module = graph.axes.effects[op.index], graph.trace.module_of(op)
         if any(_mixed(dim, self.flow.chosen) for dim in effect.con):
-            self.problem(op, "sums over an axis of which only a part can be cut")
+            self.problem(op, "sums over it together with what cannot be cut")
         elif effect.kind == "mean":
-            self.problem(op, f"takes a mean over this axis of {_size(summed)}")
+            self.problem(op, "takes a mean over it")
         elif effect.kind == "index" and not graph.is_table(module):
-            self.problem(op, "looks up along this axis outside an embedding module")
+            self.problem(op, "looks up along it outside an embedding module")
         elif effect.kind == "contract" and op.name.startswith(("addmm", "baddbmm")) and not graph.is_product(module):
             self.problem(op, "adds its bias before the partial sums are added")
         elif any(graph.leaves[o] & self.flow.chosen for o in op.outputs if o >= 0):
@@ -255,13 +259,6 @@ class _Walk:
         while (made := self.graph.producer[value]) is not None and made not in self.flow.sources:
             value = next(v for v in self.graph.inputs[made] if self.flow.is_partial(v))
         return self.graph.trace.where(self.graph.op(made)) if made is not None else "the model"
-
-
-def _size(nodes: frozenset[Node]) -> int:
-    out = 1
-    for n in nodes:
-        out *= n.size
-    return out
 
 
 def _mixed(dim: Dim, chosen: frozenset[Node]) -> bool:

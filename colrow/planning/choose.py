@@ -1,0 +1,279 @@
+"""Which axes are cut: candidates, what each saves and costs, and the greedy choice among those that the applier can carry out.
+
+A candidate is a leaf that occurs in a parameter, or the heads of an attention (KV heads with their repetitions). It saves the parameter
+elements that contain it, and costs what `sums.forward` finds. Candidates are taken by saving per cost, where they do not meet an axis that
+is cut already in the same tensor. What is left out is kept with its reason, for the plan's notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from .adjoint import Gradients, backward
+from .cuts import Cut, CutError, Cuts, cut_axis, cut_heads
+from .edits import Uses
+from .factors import Dim, Node, leaves, resolve, size
+from .graph import Graph
+from .plan import Edit
+from .sums import APPLIER, Capabilities, Flow, forward
+
+WORTH = 2.0
+"""A cut is made where cost (elements per token) times hidden size is at most this many times the parameter elements it saves."""
+
+WORTH_OF_TABLE = 32.0
+"""The same for tables that are looked up once per pass, not once per layer."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`leaves` are cut together. `heads`: they are attention heads, of which every rank needs one."""
+
+    leaves: tuple[Node, ...]
+    heads: bool = False
+
+
+@dataclass(frozen=True)
+class Accepted:
+    candidate: Candidate
+    cut: Cut
+    gain: float
+    cost: float
+    flow: Flow = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """`parameters` stay whole as far as this axis goes, because of `text`."""
+
+    candidate: Candidate
+    parameters: tuple[str, ...]
+    gain: float
+    text: str
+
+
+@dataclass
+class Choice:
+    """Everything that a plan is made of, before it is put into words."""
+
+    graph: Graph
+    cuts: Cuts
+    flow: Flow
+    gradients: Gradients
+    edits: list[Edit]
+    accepted: list[Accepted]
+    rejected: list[Rejected]
+
+
+def choose(graph: Graph, ranks: int, weights: Sequence[float] | None = None, can: Capabilities = APPLIER) -> Choice:
+    """The choice for a number of ranks (at least 2)."""
+    return _Chooser(graph, ranks, weights, can).run()
+
+
+class _Chooser:
+    def __init__(self, graph: Graph, ranks: int, weights: Sequence[float] | None, can: Capabilities) -> None:
+        self.graph, self.ranks, self.weights, self.can = graph, ranks, weights, can
+        self.uses = Uses(graph)
+        self.rejected: list[Rejected] = []
+
+    def run(self) -> Choice:
+        possible = [found for c in self._candidates() if (found := self._judge(c))]
+        possible = self._drop_lonely_lookups(possible)
+        possible.sort(key=lambda a: -a.gain / max(a.cost, 1e-9))
+        accepted: list[Accepted] = []
+        for found in possible:
+            rival = next((a for a in accepted if self._meet(found.cut.leaves, a.cut.leaves)), None)
+            if rival is None:
+                accepted.append(found)
+            elif not set(found.candidate.leaves) & set(rival.candidate.leaves):
+                self._reject(found.candidate, f"it meets an axis of {prod(n.size for n in rival.cut.leaves)} that is cut")
+        return self._together(accepted)
+
+    def _candidates(self) -> list[Candidate]:
+        """Heads first; then every other leaf that occurs in a parameter."""
+        found: dict[tuple[Node, ...], Candidate] = {}
+        for call in self.graph.trace.attention:
+            q, k = (resolve(self.graph.axes.dims[v][1]) for v in (call.q, call.k))
+            if len(q) == 1 and k in (q, []):
+                found[q[0],] = Candidate((q[0],), heads=True)
+            elif len(q) == 2 and k == q[:1]:
+                found[q[0], q[1]] = Candidate((q[0], q[1]), heads=True)
+        taken = {leaf for c in found.values() for leaf in c.leaves}
+        of_inputs = {leaf for v in self.graph.trace.inputs.values() for leaf in self.graph.leaves[v]}
+        singles = [leaf for leaf in self.graph.parameters_with if leaf not in taken and leaf not in of_inputs]
+        return [*found.values(), *(Candidate((leaf,)) for leaf in singles)]
+
+    def _reject(self, candidate: Candidate, text: str) -> None:
+        names = dict.fromkeys(n for leaf in candidate.leaves for n in self.graph.parameters_with[leaf])
+        self.rejected.append(Rejected(candidate, tuple(names), self._gain(candidate.leaves), text))
+
+    def _judge(self, candidate: Candidate) -> Accepted | None:
+        """A candidate with its cut and price; None, with a reason kept, where it cannot or should not be cut."""
+        trouble = next((leaf.flag for leaf in candidate.leaves if leaf.flag), "")
+        if trouble:
+            self._reject(candidate, f"mixed by {trouble}")
+            return None
+        if any(self._twice(leaf) for leaf in candidate.leaves):
+            self._reject(candidate, "it occurs twice in one tensor")
+            return None
+        options, text = self._options(candidate)
+        for cut in options:
+            flow = forward(self.graph, frozenset(cut.leaves), self.can)
+            trouble = self._trouble(cut, flow)
+            gain, cost = self._gain(cut.leaves), flow.cost(self.graph)
+            worth = WORTH_OF_TABLE if self._is_lookup(flow) else WORTH
+            if not trouble and cost * self.graph.hidden <= worth * gain:
+                return Accepted(candidate, cut, gain, cost, flow)
+            text = text or trouble or f"{gain:.0f} elements saved are too few for {cost:.0f} elements per token on the wire"
+        self._reject(candidate, text)
+        return None
+
+    def _options(self, candidate: Candidate) -> tuple[list[Cut], str]:
+        """Ways to cut a candidate, the best balanced one first; or why there is none."""
+        total = prod(leaf.size for leaf in candidate.leaves)
+        first = candidate.leaves[0]
+        if candidate.heads and total < self.ranks:
+            return [], f"{total} heads are fewer than {self.ranks} ranks"
+        if len(candidate.leaves) == 2:
+            flat = cut_heads(candidate.leaves[0], candidate.leaves[1], self.ranks, self.weights)
+            plain = [cut_axis(first, self.ranks, self.weights, least=1)] if flat.flat and first.size >= self.ranks else []
+            return [flat, *plain], ""
+        least = 1 if candidate.heads or not self._stands_alone(first) else 0
+        if least * self.ranks > first.size:
+            return [], f"{first.size} indices are fewer than {self.ranks} ranks"
+        return [cut_axis(first, self.ranks, self.weights, least)], ""
+
+    def _trouble(self, cut: Cut, flow: Flow) -> str:
+        """Why a cut cannot be made, or ""."""
+        if flow.problems:
+            return str(flow.problems[0])
+        if cut.overlaps:
+            alone = next((i for i, summed in flow.sources.items() if not summed >= set(cut.leaves)), None)
+            if alone is not None:
+                return f"{self.graph.trace.where(self.graph.op(alone))} sums over KV heads of which some lie on two ranks"
+        gradients = backward(self.graph, flow)
+        if gradients.problems:
+            return str(gradients.problems[0])
+        cuts = Cuts(self.ranks, [cut])
+        try:
+            for v in {v for leaf in cut.leaves for v in self.graph.values_with(leaf)}:
+                if not self._in_attention_only(v):
+                    cuts.partition(self.graph.axes.dims[v])
+            _, problems = self.uses.solve(cuts)
+        except CutError as e:
+            return str(e)
+        return str(problems[0]) if problems else ""
+
+    def _in_attention_only(self, value: int) -> bool:
+        """Made inside an attention function, whose axes the applier's own function handles."""
+        made = self.graph.producer[value]
+        return made is not None and self.graph.op(made).attention is not None
+
+    def _stands_alone(self, leaf: Node) -> bool:
+        """The leaf is a whole dim wherever it occurs (or a whole segment of one), so a rank may have none of it: views stay possible."""
+        for v in self.graph.values_with(leaf):
+            for dim in self.graph.axes.dims[v]:
+                if leaf in leaves(dim) and not _is_alone(dim, leaf):
+                    return False
+        return True
+
+    def _twice(self, leaf: Node) -> bool:
+        return any(_count(self.graph.axes.dims[v], {leaf}) > 1 for v in self.graph.values_with(leaf))
+
+    def _meet(self, one: tuple[Node, ...], other: tuple[Node, ...]) -> bool:
+        """Two cuts meet in one tensor, other than in different segments of it."""
+        if set(one) & set(other):
+            return True
+        both = set(one) | set(other)
+        for v in {v for leaf in one for v in self.graph.values_with(leaf)}:
+            if not self.graph.leaves[v].isdisjoint(other):
+                dims = self.graph.axes.dims[v]
+                if _count(dims, both) > max(_count(dims, set(one)), _count(dims, set(other))):
+                    return True
+        return False
+
+    def _gain(self, nodes: Sequence[Node]) -> float:
+        """Parameter elements that contain one of the leaves."""
+        total = 0.0
+        for name in dict.fromkeys(n for leaf in nodes for n in self.graph.parameters_with[leaf]):
+            at = self.graph.trace.parameters[name]
+            shares = [_covered(dim, set(nodes)) / size(dim) for dim in self.graph.axes.dims[at] if size(dim)]
+            total += prod(self.graph.trace.values[at].shape) * max(shares, default=0.0)
+        return total
+
+    def _drop_lonely_lookups(self, found: list[Accepted]) -> list[Accepted]:
+        """Tables whose rows are only looked up and then added to each other (tokens and positions) should share one all-reduce. No module
+        border lies after the sum, so only the largest table is cut: the others save no arithmetic and would each cost a collective of their
+        own."""
+        groups: dict[int, list[Accepted]] = {}
+        for a in found:
+            landing = self._landing(a)
+            if landing is not None:
+                groups.setdefault(landing, []).append(a)
+        dropped: list[Accepted] = []
+        for group in groups.values():
+            best = max(group, key=lambda a: a.gain)
+            for a in group:
+                if a is not best:
+                    dropped.append(a)
+                    table = self.graph.parameters_with[best.cut.leaves[0]][0]
+                    self._reject(a.candidate, f"only looked up, its sum would need an all-reduce of its own beside that of {table}")
+        return [a for a in found if a not in dropped]
+
+    def _is_lookup(self, flow: Flow) -> bool:
+        return all(self.graph.axes.effects[i].kind == "index" for i in flow.sources)
+
+    def _landing(self, found: Accepted) -> int | None:
+        """The last op of the chain of additions that a looked-up value goes through, where every source of the candidate is a lookup."""
+        if len(found.flow.sources) != 1 or not self._is_lookup(found.flow):
+            return None
+        value, last = self.graph.op(next(iter(found.flow.sources))).outputs[0], None
+        while len(consumers := self.graph.consumers[value]) == 1 and self.graph.axes.effects[consumers[0]].kind in ("linear", "add"):
+            if self.graph.axes.effects[consumers[0]].kind == "add":
+                last = consumers[0]
+            value = self.graph.op(consumers[0]).outputs[0]
+        return last
+
+    def _together(self, accepted: list[Accepted]) -> Choice:
+        """All accepted cuts at once. Where they do not go together, the least worthwhile is given up."""
+        while True:
+            cuts = Cuts(self.ranks, [a.cut for a in accepted])
+            flow = forward(self.graph, cuts.leaves, self.can)
+            gradients = backward(self.graph, flow) if not flow.problems else Gradients()
+            edits, problems = self.uses.solve(cuts) if not flow.problems else ([], [])
+            trouble = [*flow.problems, *gradients.problems, *problems]
+            if not trouble:
+                return Choice(self.graph, cuts, flow, gradients, edits, accepted, self.rejected)
+            self._reject(accepted.pop().candidate, str(trouble[0]))
+
+
+def _walk(dims: Sequence[Dim], of_leaf: Callable[[Node], int]) -> int:
+    """Sum over the factors of all dims, largest over the segments of a concatenation."""
+    total = 0
+    for dim in dims:
+        for node in resolve(dim):
+            total += max(_walk([[s]], of_leaf) for s in node.segs) if node.segs else of_leaf(node)
+    return total
+
+
+def _count(dims: Sequence[Dim], wanted: set[Node]) -> int:
+    """How many of the leaves one element of a tensor is indexed by."""
+    return _walk(dims, lambda leaf: int(leaf in wanted))
+
+
+def _covered(dim: Dim, wanted: set[Node]) -> int:
+    """How many indices of a dim lie in segments that contain one of the leaves."""
+    nodes = resolve(dim)
+    total = size(nodes)
+    if any(not n.segs and n in wanted for n in nodes):
+        return total
+    parts = [sum(_covered([s], wanted) for s in n.segs) * total // n.size for n in nodes if n.segs]
+    return max(parts, default=0)
+
+
+def _is_alone(dim: Dim, leaf: Node) -> bool:
+    nodes = resolve(dim)
+    if len(nodes) != 1:
+        return leaf not in leaves(dim)
+    return nodes[0] is leaf or all(_is_alone([s], leaf) for s in nodes[0].segs)

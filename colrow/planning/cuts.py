@@ -1,0 +1,121 @@
+"""Cuts: which indices of each cut axis every rank gets, and from that the ranges of any tensor dim made of these axes.
+
+A cut is about one leaf, or about a pair (KV heads, repetitions) that is cut as ONE flat axis of query heads: the query heads are dealt out
+evenly, and a rank holds the KV heads that its query heads use, so KV ranges of two ranks may overlap. Ranges of a fused or interleaved dim
+follow from its factors: a product scales the ranges of its outer part, a concatenation shifts those of its segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..partition import Partition, Range, Ranges, balance, merge_ranges, whole
+from .factors import Dim, Node, leaves, resolve, size
+
+
+class CutError(Exception):
+    """A tensor is laid out so that the cut has no ranges in it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`ranges[i][rank]` of `leaves[i]`. `flat[rank]`: of the product of two leaves, where it is not the product of their ranges."""
+
+    leaves: tuple[Node, ...]
+    ranges: tuple[tuple[Range, ...], ...]
+    flat: tuple[Range, ...] = ()
+
+    @property
+    def overlaps(self) -> bool:
+        """Some indices of the first leaf are held by several ranks."""
+        return sum(b - a for a, b in self.ranges[0]) > self.leaves[0].size
+
+
+def deal(units: int, ranks: int, weights: Sequence[float] | None, least: int = 0) -> tuple[Range, ...]:
+    """`balance`, with at least `least` units a rank (there must be enough): taken from the ranks that have most."""
+    counts = [b - a for a, b in balance(units, ranks, weights)]
+    while min(counts) < least:
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(min(counts))] += 1
+    starts = [sum(counts[:r]) for r in range(ranks)]
+    return tuple((a, a + n) for a, n in zip(starts, counts, strict=True))
+
+
+def cut_axis(leaf: Node, ranks: int, weights: Sequence[float] | None, least: int = 0) -> Cut:
+    return Cut((leaf,), (deal(leaf.size, ranks, weights, least),))
+
+
+def cut_heads(kv: Node, repeat: Node, ranks: int, weights: Sequence[float] | None) -> Cut:
+    """Query heads, kv x repeat of them, dealt out evenly; each rank gets the KV heads that its query heads use.
+
+    Where every border falls between KV heads, it is simply a cut of the KV heads."""
+    flat = deal(kv.size * repeat.size, ranks, weights, least=1)
+    of_kv = tuple((a // repeat.size, -(-b // repeat.size)) for a, b in flat)
+    if all(a % repeat.size == 0 for a, _ in flat):
+        return Cut((kv,), (of_kv,))
+    return Cut((kv, repeat), (of_kv, ((0, repeat.size),) * ranks), flat)
+
+
+class Cuts:
+    """All cuts of a plan together."""
+
+    def __init__(self, ranks: int, cuts: Iterable[Cut] = ()) -> None:
+        self.ranks = ranks
+        self.cuts = tuple(cuts)
+        self.alone = {leaf: r for cut in self.cuts for leaf, r in zip(cut.leaves, cut.ranges, strict=True)}
+        self.pairs = {cut.leaves: cut.flat for cut in self.cuts if cut.flat}
+        self.inner = {cut.leaves[1] for cut in self.cuts if cut.flat}
+
+    @property
+    def leaves(self) -> frozenset[Node]:
+        return frozenset(self.alone)
+
+    def touches(self, dim: Dim) -> bool:
+        return any(leaf in self.alone for leaf in leaves(dim))
+
+    def ranges(self, dim: Dim, rank: int) -> Ranges:
+        """What a rank holds of a dim. CutError where the layout does not allow the cut."""
+        return self._ranges(resolve(dim), rank)
+
+    def local(self, dim: Dim, rank: int) -> int:
+        return sum(b - a for a, b in self.ranges(dim, rank))
+
+    def partition(self, dims: Sequence[Dim]) -> Partition:
+        """Of a whole tensor. CutError where two of its dims would be cut."""
+        cut = [d for d, dim in enumerate(dims) if self.touches(dim)]
+        if not cut:
+            return whole(self.ranks)
+        if len(cut) > 1:
+            raise CutError(f"dims {cut} of one tensor would be cut")
+        pieces = tuple(self.ranges(dims[cut[0]], rank) for rank in range(self.ranks))
+        return Partition(cut[0], pieces)
+
+    def _ranges(self, nodes: list[Node], rank: int) -> Ranges:
+        total = size(nodes)
+        if not self.touches(nodes):
+            return ((0, total),)
+        pair = (nodes[0], nodes[1]) if len(nodes) > 1 else ()
+        if pair in self.pairs:
+            outer: Ranges = (self.pairs[pair][rank],)
+            rest = nodes[2:]
+        else:
+            outer, rest = self._of_node(nodes[0], rank), nodes[1:]
+        width = size(rest)
+        inner = self._ranges(rest, rank) if rest else ((0, 1),)
+        if inner == ((0, width),):
+            return merge_ranges((a * width, b * width) for a, b in outer)
+        return merge_ranges((i * width + a, i * width + b) for start, stop in outer for i in range(start, stop) for a, b in inner)
+
+    def _of_node(self, node: Node, rank: int) -> Ranges:
+        if node.segs:
+            out: list[Range] = []
+            at = 0
+            for seg in node.segs:
+                inner = resolve([seg])
+                out.extend((at + a, at + b) for a, b in self._ranges(inner, rank))
+                at += size(inner)
+            return merge_ranges(out)
+        if node in self.inner:
+            raise CutError("repetitions of KV heads lie apart from their KV heads")
+        return (self.alone[node][rank],) if node in self.alone else ((0, node.size),)

@@ -1,0 +1,243 @@
+"""A choice of cuts put into a plan: tensors with roles and reasons, regions, heads, notes. The sentences are made here, and nothing is
+decided.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Literal
+
+from ..partition import Partition, whole
+from .choose import Accepted, Choice, Rejected
+from .factors import Node, resolve
+from .graph import Border
+from .plan import Attention, Note, Plan, Region, RegionOp, Role, TensorPlan
+
+LISTED = 3  # names in a sentence before "and N more"
+
+
+def plan_of(choice: Choice, digest: str, weights: tuple[float, ...]) -> Plan:
+    """The plan of a choice."""
+    return _Words(choice).plan(digest, weights)
+
+
+def fold(name: str) -> str:
+    """A name with its numbers taken out: what is alike in all layers."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def listed(names: Iterable[str]) -> str:
+    """ "a, b, c and 4 more"."""
+    every = list(dict.fromkeys(names))
+    return ", ".join(every[:LISTED]) + (f" and {len(every) - LISTED} more" if len(every) > LISTED else "")
+
+
+class _Words:
+    def __init__(self, choice: Choice) -> None:
+        self.choice, self.graph, self.trace = choice, choice.graph, choice.graph.trace
+        self.accepted: dict[Node, Accepted] = {leaf: a for a in choice.accepted for leaf in a.cut.leaves}
+        self.ranks = choice.cuts.ranks
+        self.refusals: dict[str, list[Rejected]] = defaultdict(list)
+        for r in choice.rejected:
+            for name in r.parameters:
+                self.refusals[name].append(r)
+        self.rows = {self.trace.module_of(self.graph.op(i)) for i in choice.flow.sources}
+        self.paths: dict[int, tuple[str, ...]] = {}
+
+    def plan(self, digest: str, weights: tuple[float, ...]) -> Plan:
+        tensors = {name: self.tensor(name) for name in self.trace.parameters}
+        return Plan(
+            model_type=self.trace.config.model_type,
+            architecture=self.trace.architecture,
+            ranks=self.ranks,
+            tensors=tensors,
+            regions=self.regions(),
+            edits=tuple(self.choice.edits),
+            attention=tuple(self.heads()),
+            notes=tuple(self.notes(tensors)),
+            weights=weights,
+            config_digest=digest,
+        )
+
+    # tensors
+
+    def tensor(self, name: str) -> TensorPlan:
+        at = self.trace.parameters[name]
+        shape, aliases = self.trace.values[at].shape, self.trace.aliases[name]
+        found = next((self.accepted[leaf] for leaf in self.graph.leaves[at] if leaf in self.accepted), None)
+        if found is None:
+            partial = name in self.choice.gradients.parameters
+            return TensorPlan(
+                name, shape, whole(self.ranks), "whole", self.why_whole(name, partial), "partial" if partial else "whole", aliases
+            )
+        partition = self.choice.cuts.partition(self.graph.axes.dims[at])
+        role = self.role(name, at, partition)
+        return TensorPlan(name, shape, partition, role, self.why_cut(name, role, found), aliases=aliases, path=self.path(found))
+
+    def role(self, name: str, at: int, partition: Partition) -> Role:
+        """By what the module does with the cut dim: makes it, sums it away, looks it up."""
+        cut = self.choice.flow.chosen & self.graph.leaves[at]
+        users = self._users(at)
+        if any(self.graph.axes.effects[i].kind == "index" and self.graph.con[i] & cut for i in users):
+            return "vocab"
+        if any(self.graph.axes.effects[i].kind == "contract" and self.graph.con[i] & cut for i in users):
+            return "row"
+        module = name.rpartition(".")[0]
+        if self.graph.is_product(module) or self.graph.is_table(module):
+            return "column"
+        return "split"
+
+    def _users(self, at: int) -> list[int]:
+        """Ops that read a parameter, views of it followed."""
+        out: list[int] = []
+        for i in self.graph.consumers[at]:
+            if self.graph.axes.effects[i].kind == "linear":
+                out.extend(u for o in self.graph.op(i).outputs for u in self._users(o))
+            else:
+                out.append(i)
+        return out
+
+    def noun(self, found: Accepted) -> str:
+        """The cut axis in words."""
+        n = [leaf.size for leaf in found.candidate.leaves]
+        if found.candidate.heads:
+            return f"{n[0]} heads" if len(n) == 1 else f"{n[0] * n[1]} query heads ({n[0]} KV heads)"
+        if any(self.graph.axes.effects[i].kind == "index" for i in found.flow.sources):
+            return f"{n[0]} rows"
+        return f"{n[0]} output features" if found.flow.gathered else f"{n[0]} features"
+
+    def why_cut(self, name: str, role: Role, found: Accepted) -> str:
+        noun = self.noun(found)
+        sums = list(found.flow.sources)
+        ends = listed(self.trace.module_of(self.graph.op(i)) for i in sums)
+        after = self.after(found)
+        if role == "vocab":
+            head = "; the same rows make the logits, a slice on each rank" if found.flow.gathered else ""
+            return f"vocab: of {noun} each rank looks up its own and gives zeros for the others; all-reduced before {after}{head}"
+        if role == "row":
+            makers = listed(m for p in self.graph.parameters_with[found.cut.leaves[0]] if (m := p.rpartition(".")[0]) not in ends)
+            return f"row: {noun} made in {makers} are summed away here; the partial sums are all-reduced before {after}"
+        if not sums:
+            return f"{role}: {noun} are made here and stay apart up to the model's output"
+        return f"{role}: {noun} are made here and summed away in {ends}, whose result is all-reduced before {after}"
+
+    def after(self, found: Accepted) -> str:
+        """The first op that needs the reduced value."""
+        for v in found.flow.reduced:
+            for i in self.graph.consumers[v]:
+                return f"{self.graph.op(i).name} in {self.trace.module_of(self.graph.op(i)) or 'the model'}"
+        return "the output"
+
+    def path(self, found: Accepted) -> tuple[str, ...]:
+        key = id(found)
+        if key not in self.paths:
+            ops = sorted({i for leaf in found.cut.leaves for i in self.graph.ops_of[leaf]})
+            steps = (self.graph.op(i) for i in ops if self.graph.axes.effects[i].kind not in ("linear", "constant"))
+            self.paths[key] = tuple(dict.fromkeys(self.trace.where(op) for op in steps))
+        return self.paths[key]
+
+    def refusal(self, name: str) -> Rejected | None:
+        """The reason that matters: of the axis that would have saved most, the one that all layers share left aside."""
+        found = sorted(self.refusals[name], key=lambda r: len(r.parameters))
+        own = [r for r in found if len(r.parameters) < len(self.trace.parameters) // 2] or found
+        return max(own, key=lambda r: r.gain, default=None)
+
+    def why_whole(self, name: str, partial: bool) -> str:
+        module = name.rpartition(".")[0]
+        refusal = self.refusal(name)
+        if module in self.rows and len(self.trace.values[self.trace.parameters[name]].shape) == 1:
+            why = "added once, after the partial sums of its module are all-reduced"
+        else:
+            why = f"axis of {_size(refusal)}: {refusal.text}" if refusal else "it has no axis to cut"
+        return f"whole: {why}" + ("; it meets split work, so its gradient is summed over ranks" if partial else "")
+
+    # regions
+
+    def regions(self) -> tuple[Region, ...]:
+        flow = self.choice.flow
+        out = [(b, self.region(b, "reduce", self.why_reduce(b))) for b in flow.reduced.values()]
+        for borders in self.choice.gradients.copies.values():
+            out.extend((b, self.region(b, "copy", self.why_copy(b))) for b in borders)
+        for b in flow.gathered:
+            cut = self.choice.cuts.partition(self.graph.axes.dims[b.value])
+            last = Partition((cut.dim or 0) - len(self.graph.axes.dims[b.value]), cut.pieces)  # counted from the end
+            out.append((b, self.region(b, "gather", "every rank makes its own slice; whole for callers", last)))
+        out.sort(key=lambda pair: self._position(pair[0]))
+        return tuple(region for _, region in out)
+
+    def _position(self, border: Border) -> tuple[int, int]:
+        call = self.trace.calls[border.call]
+        return (call.first, 0) if border.place == "input" else (call.last, 1)
+
+    def region(self, border: Border, op: RegionOp, reason: str, partition: Partition | None = None) -> Region:
+        module = self.trace.calls[border.call].module
+        place: Literal["input", "output"] = "input" if border.place == "input" else "output"
+        return Region(module, place, border.arg, op, self.graph.symbols(border.value), reason, partition)
+
+    def why_reduce(self, border: Border) -> str:
+        first = next(iter(self.graph.consumers[border.value]), None)
+        user = "the output" if first is None else self.trace.where(self.graph.op(first))
+        return f"each rank has a partial sum, {user} needs the whole"
+
+    def why_copy(self, border: Border) -> str:
+        users = dict.fromkeys(self.trace.module_of(self.graph.op(i)).rpartition(".")[2] for i in self._split_users(border.value))
+        return f"{listed(users)} {'work' if len(users) > 1 else 'works'} on slices, so each rank has a part of this gradient"
+
+    def _split_users(self, value: int) -> list[int]:
+        """The ops on slices that a whole value leads to."""
+        out: list[int] = []
+        for i in self.graph.consumers[value]:
+            op = self.graph.op(i)
+            if self.graph.op_leaves[i] & self.choice.flow.chosen:
+                out.append(i)
+            elif len(out) < 2 * LISTED:
+                out.extend(u for o in op.outputs if o >= 0 for u in self._split_users(o))
+        return out
+
+    # heads
+
+    def heads(self) -> Iterable[Attention]:
+        seen: set[str] = set()
+        for call in self.trace.attention:
+            dims = self.graph.axes.dims
+            q, k = dims[call.q][1], dims[call.k][1]
+            if call.module in seen or not self.choice.cuts.touches(q):
+                continue
+            seen.add(call.module)
+            query, kv = (Partition(0, tuple(self.choice.cuts.ranges(d, r) for r in range(self.ranks))) for d in (q, k))
+            head_dim = self.trace.values[call.q].shape[3]
+            found = next(self.accepted[leaf] for leaf in resolve(q) if leaf in self.accepted)
+            counts = ", ".join(str(query.local_size(r)) for r in range(self.ranks))
+            reason = f"{self.noun(found)} as {counts}; each rank holds the KV heads of its query heads"
+            yield Attention(call.module, query, kv, self.kv_of(resolve(q), resolve(k)), head_dim, reason)
+
+    @staticmethod
+    def kv_of(q: list[Node], k: list[Node]) -> tuple[int, ...]:
+        """The KV head of each query head: the part of its number that counts KV heads."""
+        out = [0]
+        for node in q:
+            out = [h * node.size + i if node in k else h for h in out for i in range(node.size)]
+        return tuple(out)
+
+    # notes
+
+    def notes(self, tensors: dict[str, TensorPlan]) -> Iterable[Note]:
+        """For each group of matrices that stay whole, why."""
+        groups: dict[tuple[str, str], None] = {}
+        for name, entry in tensors.items():
+            refusal = self.refusal(name)
+            if entry.role == "whole" and len(entry.shape) > 1 and refusal is not None:
+                groups[fold(name), fold(f"axis of {_size(refusal)}: {refusal.text}.").removesuffix(".")] = None
+        for name, text in groups:
+            yield Note(name, f"stays whole, {text}")
+        if self.trace.bypasses and not self.trace.attention:
+            yield Note("attention", "does not go through transformers' AttentionInterface: heads are cut in equal groups only, if at all")
+
+
+def _size(refusal: Rejected) -> int:
+    out = 1
+    for leaf in refusal.candidate.leaves:
+        out *= leaf.size
+    return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import struct
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from colrow.checkpoint import model_dir, names, safetensors, source
+from colrow.checkpoint import hub, model_dir, names, safetensors, source
 from colrow.errors import UserError
 from colrow.parallel import load
 
@@ -276,6 +277,27 @@ class TestFind:
         with pytest.raises(UserError, match="nobody/nothing") as e:
             model_dir.find("nobody/nothing")
         assert "\n" not in str(e.value)
+
+    def test_hub_name_in_the_cache(self, folder, tmp_path, monkeypatch):
+        """A complete copy is used without asking the network; of an incomplete one, the config is still good for planning."""
+        from huggingface_hub import constants
+
+        cache = tmp_path / "cache"
+        kept = cache / "models--someone--tiny" / "snapshots" / ("0" * 40)
+        kept.parent.mkdir(parents=True)
+        (kept.parent.parent / "refs").mkdir()
+        (kept.parent.parent / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(folder, kept, ignore=shutil.ignore_patterns("cache"))
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        monkeypatch.setattr(hub.HfApi, "model_info", lambda *a, **k: pytest.fail("the network was asked"))
+        assert model_dir.find("someone/tiny").source().tensors
+        second(kept).unlink()
+        monkeypatch.setattr(hub.HfApi, "model_info", lambda *a, **k: (_ for _ in ()).throw(OSError("no network")))
+        found = model_dir.find("someone/tiny")
+        assert found.config().num_attention_heads == 9
+        with pytest.raises(UserError, match="not there"):
+            found.source()
 
     def test_empty_directory(self, tmp_path):
         with pytest.raises(UserError, match=r"no config\.json"):

@@ -12,19 +12,20 @@ import logging
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from .source import Source
 
 log = logging.getLogger(__name__)
 STEP_BYTES = 8 << 20
+AUTOS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
 
 
 def as_stored(config: PreTrainedConfig, source: Source) -> PreTrainedConfig:
     """The config, untied where the files hold two different tensors for a tied pair."""
     if not getattr(config, "tie_word_embeddings", False):
         return config
-    found: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    found: Any = next((c for c in (auto._model_mapping.get(type(config), None) for auto in AUTOS) if c), None)
     model = found[0] if isinstance(found, tuple) else found
     pairs = getattr(model, "_tied_weights_keys", None) or {}
     prefix = getattr(model, "base_model_prefix", "")

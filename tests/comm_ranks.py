@@ -38,12 +38,48 @@ def everything(g: Group) -> list[Any]:
     from tests import test_comm_collectives as checks  # here, since pytest takes its time to import
     from tests import test_comm_regions as gradients
 
+    checks.DTYPES = (torch.float32, torch.bfloat16, torch.bool)  # the others take the same way, and messages are slow where cores are few
+    checks.SIZES = checks.SIZES[1:]
     for check in checks.CHECKS:
         check(g)
     gradients.feed_forward(Group(g.rank, g.size, g.transport), True)
     gradients.whole_consumers(g, 1)
     gradients.sequence_parallel(Group(g.rank, g.size, g.transport), 0)
     return checks.sub_groups(g)
+
+
+def everything_by_queue(g: Group) -> None:
+    """The calls of the transport for GPUs, over the process group that gloo has made; checked and not."""
+    from colrow.comm.cuda import CudaTransport
+
+    for checked in ("", "1"):
+        os.environ["COLROW_CHECK"] = checked
+        by_queue = Group(g.rank, g.size, CudaTransport(tuple(range(g.size)), g.rank))
+        for sizes, dim in (((2, 2), 0), ((3, 1), 0), ((0, 4), 1)):
+            shape = [5, 5]
+            shape[dim] = 4
+            x = torch.arange(20.0).view(shape)
+            assert collectives.all_gather(x.split(sizes, dim)[g.rank], by_queue, "g", dim, sizes).equal(x)
+            if len(set(sizes)) > 1:  # the version of torch may have no even reduce_scatter for gloo
+                assert collectives.reduce_scatter(x * (g.rank + 1), by_queue, "s", dim, sizes).equal(3 * x.split(sizes, dim)[g.rank])
+        assert collectives.all_reduce(torch.tensor([g.rank + 1.0]), by_queue, "r").item() == 3
+        assert collectives.all_reduce(torch.tensor([g.rank == 1]), by_queue, "r", op="max").item()
+        assert collectives.broadcast(torch.tensor([g.rank]), by_queue, "b", 1).item() == 1
+        assert collectives.gather_objects(g.rank, by_queue, "o") == [0, 1]
+        last = by_queue.sub((1,))
+        assert (last is None) == (g.rank == 0)
+
+
+def on_gpus(g: Group) -> None:
+    assert g.transport.kind == "nccl"
+    assert g.device.index == g.rank
+    x = torch.arange(20.0, device=g.device).view(4, 5)
+    assert collectives.all_reduce(x * (g.rank + 1), g, "r").equal(3 * x)
+    for sizes in ((2, 2), (3, 1), (0, 4)):
+        assert collectives.all_gather(x.split(sizes)[g.rank], g, "g", 0, sizes).equal(x)
+        assert collectives.reduce_scatter(x * (g.rank + 1), g, "s", 0, sizes).equal(3 * x.split(sizes)[g.rank])
+    assert collectives.broadcast(x * g.rank, g, "b", 1).equal(x)
+    assert collectives.gather_objects(g.rank, g, "o") == [0, 1]
 
 
 def counted(g: Group) -> dict[tuple[str, str], tuple[int, int, int]]:

@@ -12,8 +12,8 @@ from colrow.comm import collectives, group, local
 from colrow.comm.group import Group
 from colrow.errors import RankError
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)
-SIZES = ((3, 1, 2, 4), (0, 2, 5, 1), (1, 1, 0, 3), (0, 0, 0, 0))
+DTYPES: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.bool)
+SIZES: tuple[tuple[int, ...], ...] = ((3, 1, 2, 4), (0, 2, 5, 1), (1, 1, 0, 3), (0, 0, 0, 0))
 
 
 def value(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planning": {"checkpoint"},
     "native": {"errors"},
     "comm": {"errors", "native"},
-    "kernels": {"errors"},
+    "kernels": {"errors", "native"},
     "parallel": {"checkpoint", "planning", "comm", "kernels"},
     "engine": {"parallel"},
     "train": {"parallel"},

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..errors import UserError
 from .counters import Counters
 
 CPU = torch.device("cpu")
@@ -21,7 +22,11 @@ CPU = torch.device("cpu")
 
 def deadline() -> float:
     """Seconds that a rank waits in a collective for one that lives but does not come: COLROW_DEADLINE, or 600."""
-    return float(os.environ.get("COLROW_DEADLINE", "600"))
+    text = os.environ.get("COLROW_DEADLINE", "600")
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError("COLROW_DEADLINE must be a number of seconds", text, "600") from None
 
 
 @dataclass(frozen=True)

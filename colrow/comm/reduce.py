@@ -14,15 +14,16 @@ SHORT = (torch.float16, torch.bfloat16)
 
 
 def reduce_in_order(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
-    """`out` = parts[0] op parts[1] op ..., all of one shape and dtype. `out` may be one of the parts' memory only if it is parts[0]'s."""
-    if op == "max":
-        total = parts[0].clone()
-        for part in parts[1:]:
-            torch.maximum(total, part, out=total)
-    elif op == "sum":
-        total = parts[0].to(torch.float32) if out.dtype in SHORT else parts[0].clone()
-        for part in parts[1:]:
-            total += part
-    else:
+    """`out` = parts[0] op parts[1] op ..., all of one shape and dtype. `out` may be one of the parts."""
+    if op not in ("sum", "max"):
         raise ValueError(f"op must be 'sum' or 'max', got {op!r}")
+    if len(parts) == 2:  # one pass; torch adds two 16-bit numbers in float32 and rounds once
+        torch.add(*parts, out=out) if op == "sum" else torch.maximum(*parts, out=out)
+        return
+    total = parts[0].to(torch.float32) if op == "sum" and out.dtype in SHORT else parts[0].clone()
+    for part in parts[1:]:
+        if op == "sum":
+            total += part
+        else:
+            torch.maximum(total, part, out=total)
     out.copy_(total)

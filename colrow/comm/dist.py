@@ -56,7 +56,7 @@ def _shared_memory(rank: int, size: int, store: dist.Store) -> Group | str:
     from .shm_setup import ShmUnavailable
 
     try:
-        return Group(rank, size, ShmTransport.create(rank, size, store), CPU, tuple(range(size)))
+        return Group(rank, size, ShmTransport.create(rank, size, store, deadline=deadline()), CPU, tuple(range(size)))
     except ShmUnavailable as error:
         return str(error)
 

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import copy
 import threading
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
 from ..planning.plan import Edit, Plan
+from ..planning.trace import model_class
 from . import attention, borders, dropout, embedding, generate, gradients, head, linear, save
 from .check import check, reduces
 from .state import State
@@ -33,10 +33,8 @@ _BUILDING = threading.Lock()  # transformers sets torch's default dtype while it
 
 def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole model without memory: every parameter and buffer is on the meta device."""
-    autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
-    auto = next((a for a in autos if type(config) in a._model_mapping), AutoModel)
     with _BUILDING, torch.device("meta"):
-        return auto.from_config(copy.deepcopy(config), dtype=dtype)
+        return model_class(config).from_config(copy.deepcopy(config), dtype=dtype)
 
 
 def parallelize(model: nn.Module, plan: Plan, group: Group) -> nn.Module:

@@ -10,20 +10,25 @@ import pytest
 import torch
 
 from colrow.comm.group import Group
+from colrow.comm.launch import spawn
+from colrow.parallel.build import parallelize
+from colrow.parallel.collect import whole_gradients, whole_parameters
 from colrow.partition import Partition
+from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 
 from .hand_plans import hand_plan
-from .splitting import CASES, TOLERANCE, VARIANTS, ask_split, case, next_token_loss, whole, worst
+from .splitting import CASES, TOLERANCE, VARIANTS, ask, ask_split, case, next_token_loss, whole, worst
 
-RANKS = (1, 2, 3, 4, 5, 8)
+PLANS = {"by hand": (hand_plan, (1, 2, 3, 4, 5, 8)), "derived": (derive, (2, 5))}
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("plan", "ranks"), [(plan, ranks) for plan, (_, degrees) in PLANS.items() for ranks in degrees])
 @pytest.mark.parametrize("name", CASES)
-def test_equal_to_the_whole_model(name: str, ranks: int) -> None:
+def test_equal_to_the_whole_model(plan: str, name: str, ranks: int) -> None:
     at = whole(CASES[name])
-    results = ask_split(at, hand_plan(at.config, ranks))
+    make, _ = PLANS[plan]
+    results = ask_split(at, make(at.config, ranks))
     value, where = worst(at.answers, results)
     assert value <= TOLERANCE, where
     assert all(torch.equal(r.tokens, at.answers.tokens) for r in results)
@@ -42,6 +47,21 @@ def test_unequal_devices(weights: tuple[float, ...]) -> None:
     at = whole(case("llama"))
     value, where = worst(at.answers, ask_split(at, hand_plan(at.config, len(weights), weights)))
     assert value <= TOLERANCE, where
+
+
+def _processes(group: Group) -> tuple[float, str]:
+    at = whole(case("qwen2"))
+    model = parallelize(copy.deepcopy(at.model), hand_plan(at.config, group.size), group)
+    answers = ask(model, at.ids, lambda: whole_gradients(model), lambda: whole_parameters(model))
+    assert torch.equal(answers.tokens, at.answers.tokens)
+    return worst(at.answers, [answers])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_in_real_processes(backend: str) -> None:
+    for value, where in spawn(_processes, 2, backend=backend):
+        assert value <= TOLERANCE, where
 
 
 def pieces(partition: Partition, rank: int, local: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -7,7 +7,8 @@ n ranks that is: all_reduce B + (n-1)·B in one step below `one_shot_limit`, abo
 for an own part of p ≈ B/n; all_gather own + (B - own); reduce_scatter (B - own part) + (n-1)·own part; broadcast B on every rank.
 
 A rank that dies, closes or disagrees makes the operation fail on every other rank with a RankError that names it, the call site and the
-operation's number; one that is alive but does not come does so after `deadline` seconds. After a failure the group is of no further use.
+operation's number. One that lives but does not come is named after `deadline` seconds; while it waits for objects, which an idle server's
+ranks do for hours, only one that is stopped. After a failure the group is of no further use.
 One thread at a time may use a transport.
 
 Not here: how the memory is made (shm_setup.py), names, counters and dims (collectives.py), several hosts.
@@ -239,8 +240,8 @@ class ShmTransport:
         """all_reduce(sum) of `x`, residual addition and RMSNorm in one pass, as they follow each other when decoding.
 
         `residual` += sum, in place; `out` = weight · residual / sqrt(mean(residual²) + eps) over the last dim, rounded where a Llama
-        block's modules round. All of one dtype (float32, bfloat16, float16), x, residual and out of one shape [..., width], one row at most as
-        large as a slot. `x` may be what `buffer` lent for this call. Knows no gradients.
+        block's modules round. All of one dtype (float32, bfloat16, float16); x, residual and out of one shape [..., width]; a row fits into
+        a slot. `x` may be what `buffer` lent for this call. Knows no gradients.
         """
         dtype, width = _DTYPES.get(x.dtype, _BYTES), weight.numel()
         tensors = (x, residual, weight, out)
@@ -271,7 +272,7 @@ class ShmTransport:
 
     @property
     def deadline(self) -> float:
-        """Seconds that a rank waits for one that is alive but does not come; 0 is for ever (an idle server's ranks wait for work)."""
+        """Seconds that a rank waits for one that is alive but does not come; 0 is for ever."""
         return self._context.deadline
 
     @deadline.setter

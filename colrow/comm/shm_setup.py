@@ -85,7 +85,7 @@ def share(rank: int, size: int, slot_bytes: int, exchange: Callable[[dict[str, A
 
     ShmUnavailable, with the same text on all ranks, where any of them cannot.
     """
-    offer: dict[str, Any] = {"pid": os.getpid(), "host": _host(), "cpus": sorted(os.sched_getaffinity(0))}
+    offer: dict[str, Any] = {"pid": os.getpid(), "host": _host(), "cpus": sorted(os.sched_getaffinity(0)), "quota": _quota()}
     made = None
     with contextlib.ExitStack() as stack:
         try:
@@ -113,7 +113,8 @@ def share(rank: int, size: int, slot_bytes: int, exchange: Callable[[dict[str, A
             raise ShmUnavailable(error_text)
     assert base is not None
     cpus = {cpu for offer in offers for cpu in offer["cpus"]}
-    return Mapping(library, base, nbytes, slot_bytes, tuple(offer["pid"] for offer in offers), size > len(cpus))
+    processors = min(len(cpus), offers[0]["quota"])
+    return Mapping(library, base, nbytes, slot_bytes, tuple(offer["pid"] for offer in offers), size > processors)
 
 
 def exchange_over(rendezvous: Rendezvous, rank: int, size: int) -> Callable[[dict[str, Any]], list[dict[str, Any]]]:
@@ -242,7 +243,7 @@ def available_memory() -> int:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
-        for directory in _memory_cgroups():
+        for directory in _cgroups("memory"):
             with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
                 free = int((directory / limit).read_text()) - int((directory / used).read_text())
                 stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
@@ -250,12 +251,27 @@ def available_memory() -> int:
     return min(found)
 
 
-def _memory_cgroups() -> Iterator[Path]:
+def _quota() -> float:
+    """Processors' worth of time that this process's cgroups allow; a container with less than it sees must not spin it away."""
+    found = [float("inf")]
+    for directory in _cgroups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # "max", or no such controller
+            quota, period = (directory / "cpu.max").read_text().split()
+            found.append(int(quota) / int(period))
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = ((directory / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+            found.append(int(quota) / int(period) if int(quota) > 0 else float("inf"))
+    return min(found)
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
     """The directories of this process's cgroup and all above it; a limit on any of them counts."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            root = Path("/sys/fs/cgroup/memory" if "memory" in controllers.split(",") else "/sys/fs/cgroup")
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = Path("/sys/fs/cgroup") / (controller if controllers else "")
             place = root / path.lstrip("/")
             yield from (place, *(parent for parent in place.parents if parent.is_relative_to(root)))
 

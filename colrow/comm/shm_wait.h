@@ -130,8 +130,14 @@ static int64_t look_at_peers(Group *g) {
     return is_broken(g) ? fail_told(g) : 0;
 }
 
-static int64_t fail_deadline(Group *g, int peer) {
+/* Objects carry decisions, which an idle server makes when work comes: for them a rank that lives may be late, one that is stopped not. */
+static int64_t look_at_deadline(Group *g, int peer, int64_t time) {
+    if (g->deadline <= 0 || (double)(time - g->wait_began) <= g->deadline * 1e9) return 0;
     char text[CR_TEXT / 2], state = g->pids[peer] > 0 ? process_state(g->pids[peer]) : '?';
+    if (line_of(g, g->rank)->header.op == CR_OBJECT && state != 'T' && state != 't') {
+        g->wait_began = time;
+        return 0;
+    }
     return fail(g, peer, "rank %d (pid %d) did not come within %.3g s to %s on rank %d; its process is %s", peer, g->pids[peer], g->deadline,
                 describe(line_of(g, g->rank), text, sizeof text), g->rank,
                 state == 'T' || state == 't' ? "stopped (SIGSTOP or a debugger)" : state == 'R' ? "running" : state == 'D' ? "waiting for a disk" : "alive");
@@ -152,9 +158,8 @@ static void doze(Group *g, int peer) {
 }
 
 static int64_t wait_long(Group *g, int peer) {
-    int64_t entered = now_ns(), began = g->wait_began ? g->wait_began : entered, time = entered;
-    int64_t status = 0;
-    g->wait_began = began;
+    int64_t entered = now_ns(), time = entered, status = 0;
+    if (!g->wait_began) g->wait_began = entered;
     while (!has_published(g, peer)) {
         if (time - entered < g->yield_ns) {
             sched_yield();
@@ -164,11 +169,7 @@ static int64_t wait_long(Group *g, int peer) {
         doze(g, peer);
         if (has_published(g, peer)) break;
         time = now_ns();
-        if ((status = look_at_peers(g))) break;
-        if (g->deadline > 0 && (double)(time - began) > g->deadline * 1e9) {
-            status = fail_deadline(g, peer);
-            break;
-        }
+        if ((status = look_at_peers(g)) || (status = look_at_deadline(g, peer, time))) break;
         if (g->first && time - entered > PATIENCE_NS) {
             status = CR_AGAIN;
             break;

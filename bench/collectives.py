@@ -3,16 +3,19 @@
     python bench/collectives.py [--quick] [--ranks 4]
 
 Called from Python, headers checked: "colrow" is one call of the transport, "collectives" the same through colrow.comm.collectives (names,
-counters, a private copy left out). The three floors are bench/floor.c's. Every cell is the median and the 99th percentile in microseconds;
-colrow and gloo take turns within a cell. Timings on a shared machine are noise above the median: compare within one run only.
+counters). The three floors are bench/floor.c's. Every cell is the median and the 99th percentile in microseconds; colrow, gloo and (where it
+is installed) DeepSpeed's shared-memory op take turns within a cell. Compare within one run only, and best on a machine that is otherwise idle.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
 import multiprocessing
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,14 +56,34 @@ def rank_main(pipe: Any, port: int, rank: int, size: int, cpu: int) -> None:
     transport = ShmTransport.create(rank, size, dist.PrefixStore("shm", store))
     dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=size)
     group = Group(rank, size, transport, ranks=tuple(range(size)))
-    pipe.send(str(transport))
+    other = deepspeed_op(rank, size, port)
+    pipe.send((str(transport), other is not None))
     while (case := pipe.recv()) is not None:
-        pipe.send(time_case(group, *case))
+        pipe.send(time_case(group, other, *case))
     dist.destroy_process_group()
     transport.close()
 
 
-def time_case(group: Group, nbytes: int, dtype: torch.dtype, count: int) -> dict[str, tuple[float, float]]:
+def deepspeed_op(rank: int, size: int, port: int) -> Callable[[torch.Tensor], object] | None:
+    """DeepSpeed's op, which it compiles on first use; None where it is not installed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    with contextlib.redirect_stdout(sys.stderr):
+        ShareMemCommBuilder().load().initialize(size, rank)
+    return torch.ops.deepspeed.inference_all_reduce_
+
+
+def remove_what_deepspeed_left(port: int) -> None:
+    for path in Path("/dev/shm").glob(f"deepspeed*{port}*"):
+        path.unlink()
+
+
+def time_case(
+    group: Group, other: Callable[[torch.Tensor], object] | None, nbytes: int, dtype: torch.dtype, count: int
+) -> dict[str, tuple[float, float]]:
     x = torch.empty(nbytes // dtype.itemsize, dtype=dtype)
     call = Call("all_reduce", "model.layers.3.mlp.down_proj.output", str(dtype), x.numel())
     ways: dict[str, tuple[Callable[[], object], int]] = {
@@ -68,6 +91,8 @@ def time_case(group: Group, nbytes: int, dtype: torch.dtype, count: int) -> dict
         "collectives": (lambda: collectives.all_reduce(x, group, call.name, inplace=True), count),
         "gloo": (lambda: dist.all_reduce(x), max(count // 8, 40)),
     }
+    if other is not None:
+        ways["deepspeed"] = (lambda: other(x), count)
     for name, (way, _) in ways.items():
         x.fill_(group.rank + 1)
         way()
@@ -117,10 +142,10 @@ def main() -> None:
         processes.append(context.Process(target=rank_main, args=place, daemon=True))
         processes[-1].start()
         pipes.append(ours)
-    about, *_ = [pipe.recv() for pipe in pipes]
+    (about, with_deepspeed), *_ = [pipe.recv() for pipe in pipes]
     print(f"{arguments.ranks} ranks on {len(cpus)} processors; {about}")
     with_floor = arguments.ranks == 2 and len(cpus) > 1
-    columns = ["colrow", "collectives", "gloo", *(FLOORS if with_floor else ())]
+    columns = ["colrow", "collectives", "gloo", *(("deepspeed",) if with_deepspeed else ()), *(FLOORS if with_floor else ())]
     print("median / 99th percentile, microseconds\n" + f"{'bytes':>9} {'dtype':<9}" + "".join(f"{name:>20}" for name in columns))
     with tempfile.TemporaryDirectory() as directory:
         program = floor_program(directory) if with_floor else None
@@ -137,6 +162,7 @@ def main() -> None:
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(None)
         process.join()
+    remove_what_deepspeed_left(store.port)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python bench/collectives.py [--quick] [--ranks 4]
 
 Called from Python, headers checked: "colrow" is one call of the transport, "collectives" the same through colrow.comm.collectives (names,
-counters). The three floors are bench/floor.c's. Every cell is the median and the 99th percentile in microseconds; colrow, gloo and (where it
-is installed) DeepSpeed's shared-memory op take turns within a cell. Compare within one run only, and best on a machine that is otherwise idle.
+counters). The three floors are bench/floor.c's. Every cell is the median and the 99th percentile in microseconds; colrow, gloo and, where
+it is installed, DeepSpeed's shared-memory op take turns within a cell. Compare within one run only, and best on an otherwise idle machine.
 """
 
 from __future__ import annotations

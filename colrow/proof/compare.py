@@ -76,18 +76,27 @@ def _excess(item: Item) -> float:
 
 
 def difference(whole: torch.Tensor, split: torch.Tensor, scale: float | None = None) -> tuple[float, float]:
-    """(largest difference relative to `scale`, scale). Infinite where shapes differ; NaN or infinity on one side only is infinite too."""
+    """(largest difference relative to the scale, scale). The scale is the largest element of `whole`, and at least `scale`.
+
+    Infinite where shapes differ, and where one of the two has a NaN or an infinity that the other has not.
+    """
     if whole.shape != split.shape:
         return math.inf, 1.0
-    if whole.numel() == 0:
-        return 0.0, 1.0
-    a, b = whole.detach().double(), split.detach().double().to(whole.device)
-    same = (a == b) | (a.isnan() & b.isnan())
-    gap = torch.where(same, 0.0, (a - b).abs())
-    finite = a[a.isfinite()]
-    scale = max(float(finite.abs().max()) if finite.numel() else 0.0, scale or 0.0) or 1.0
-    largest = float(gap.max())
-    return (math.inf if math.isnan(largest) else largest / scale), scale
+    a, b = whole.detach(), split.detach().to(whole.device)
+    gap, size = largest(a - b), largest(a)
+    if not math.isfinite(gap + size):
+        same = (a == b) | (a.isnan() & b.isnan())
+        gap, size = largest(torch.where(same, 0, a - b)), largest(a[a.isfinite()])
+    size = max(size, scale or 0.0) or 1.0
+    return (gap / size if math.isfinite(gap) else math.inf), size
+
+
+def largest(x: torch.Tensor) -> float:
+    """The largest absolute element; 0 where there is none. NaN where one is NaN."""
+    if x.numel() == 0:
+        return 0.0
+    low, high = x.detach().aminmax()
+    return max(abs(float(low)), abs(float(high)))
 
 
 def item(

@@ -7,9 +7,10 @@ transformers model: nothing here knows how it was split.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +31,13 @@ class Questions:
 
     def to(self, device: torch.device) -> Questions:
         return Questions(self.ids.to(device), self.labels.to(device), self.prompt.to(device), self.steps, self.train)
+
+    def briefly(self) -> Questions:
+        """Without training, and just enough decoding to use the cache."""
+        return replace(self, train=False, steps=min(self.steps, 3))
+
+    def without_decoding(self) -> Questions:
+        return replace(self, steps=0)
 
 
 @dataclass(frozen=True)
@@ -121,17 +129,12 @@ def step_sizes(model: nn.Module) -> StepSizes:
     a gradient: with the usual 1e-8 its first step is lr * sign(gradient), which turns the rounding of a zero into a full step."""
     pairs = [(p.detach(), p.grad) for p in model.parameters() if p.grad is not None]
     count = sum(p.numel() for p, _ in pairs)
-    size = (sum(float(p.double().square().sum()) for p, _ in pairs) / count) ** 0.5
-    slope = (sum(float(g.double().square().sum()) for _, g in pairs) / count) ** 0.5
+    size = math.hypot(*(float(torch.linalg.vector_norm(p.float())) for p, _ in pairs)) / math.sqrt(count)
+    slope = math.hypot(*(float(torch.linalg.vector_norm(g.float())) for _, g in pairs)) / math.sqrt(count)
     return StepSizes(sgd=0.1 * size / slope, adamw=0.1 * size, eps=slope)
 
 
-def steps(model: nn.Module, sizes: StepSizes) -> Iterator[str]:
-    """One SGD step, then one AdamW step with the same gradients; yields the optimizer's name after each."""
-    yield from _step(torch.optim.SGD(model.parameters(), lr=sizes.sgd), "SGD")
-    yield from _step(torch.optim.AdamW(model.parameters(), lr=sizes.adamw, eps=sizes.eps, weight_decay=0.1, foreach=False), "AdamW")
-
-
-def _step(optimizer: torch.optim.Optimizer, name: str) -> Iterator[str]:
-    optimizer.step()
-    yield name
+def optimizers(parameter: nn.Parameter, sizes: StepSizes) -> Iterator[tuple[str, torch.optim.Optimizer, float]]:
+    """SGD, then AdamW: name, optimizer, and by how much a change of the gradient can change the step at most."""
+    yield "SGD", torch.optim.SGD([parameter], lr=sizes.sgd), sizes.sgd
+    yield "AdamW", torch.optim.AdamW([parameter], lr=sizes.adamw, eps=sizes.eps, weight_decay=0.1), sizes.adamw / sizes.eps

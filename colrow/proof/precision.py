@@ -6,6 +6,7 @@ measured where it can be: the whole model in its own dtype against the whole mod
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def tolerance(dtype: torch.dtype, own_error: float | None) -> float:
     if own_error is None:
         return UNMEASURED[dtype]
     return max(FLOOR[dtype], ALLOWANCE * own_error)
+
+
+def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """In float64 everything is computed in float64; in other dtypes the model does as it always does."""
+    return Float64() if dtype is torch.float64 else nullcontext()
 
 
 class Float64(TorchFunctionMode):

@@ -32,6 +32,7 @@ from .whole import build as build_whole
 
 DTYPE = torch.float64
 State = dict[str, torch.Tensor]
+REPORT_IT = "another number of ranks, and please report this"
 
 
 class GateRefused(UserError):
@@ -62,7 +63,10 @@ def gate(config: PreTrainedConfig, plan: Plan, *, weights: Sequence[float] | Non
     known = gate_cache.read(key) if cache else None
     if known:
         return GateResult(True, time.perf_counter() - start, known.copy, known.checks, known.largest)
-    small = shrink(config, plan.ranks, weights or plan.weights or None, plan)
+    try:
+        small = shrink(config, plan.ranks, weights or plan.weights or None, plan)
+    except UserError as error:
+        raise GateRefused(error.what, error.value, error.works) from error
     comparison = prove(small)
     checks, largest = len(comparison.items), max(i.difference for i in comparison.items)
     if cache:
@@ -77,20 +81,16 @@ def prove(small: Small) -> Comparison:
     state = {name: t.detach().clone() for name, t in whole.state_dict().items()}
     asked = questions(_vocabulary(small.config))
     expected = reference(whole, small.plan, asked)
+    name = small.plan.architecture or small.plan.model_type
     try:
         comparison = judge(run_threads(_rank, small.plan.ranks, small, state, expected))
+    except UserError as error:
+        raise GateRefused(f"the plan for {name} cannot be carried out: {error.what}", error.value, error.works) from error
     except Exception as error:
-        raise GateRefused(
-            f"the split of a small copy of {small.plan.architecture or small.plan.model_type} fails",
-            f"{type(error).__name__}: {error}",
-            "another number of ranks, and please report this",
-        ) from error
+        raise GateRefused(f"splitting a small copy of {name} fails", f"{type(error).__name__}: {error}", REPORT_IT) from error
     if not comparison.ok:
-        raise GateRefused(
-            f"the split of a small copy of {small.plan.architecture or small.plan.model_type} over {small.plan.ranks} ranks is wrong",
-            describe(comparison, lambda: _parting(small, state, asked)),
-            "another number of ranks, and please report this",
-        )
+        found = describe(comparison, lambda: _parting(small, state, asked))
+        raise GateRefused(f"a small copy of {name}, split over {small.plan.ranks} ranks, differs from the whole", found, REPORT_IT)
     return comparison
 
 

@@ -120,7 +120,8 @@ def _save_copy(config: PreTrainedConfig, folder: Path) -> ModelFiles:
     """A directory with random weights, as anyone would save it: what reads it is the real loader."""
     model = whole.build(config, torch.float32)
     add_noise(model)
-    model.save_pretrained(folder / "copy")
+    with whole.quiet():
+        model.save_pretrained(folder / "copy")
     return model_dir.find(str(folder / "copy"))
 
 

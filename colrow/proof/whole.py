@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ..checkpoint.model_dir import ModelFiles
 from ..comm.group import single
@@ -28,7 +31,8 @@ def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
     """
     if files.kind != "gguf":
         options = {"attn_implementation": "eager", "dtype": dtype, "trust_remote_code": files.trust_remote_code, "local_files_only": True}
-        return auto_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval()
+        with quiet():
+            return auto_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval()
     with torch.device("meta"):
         model = build(config, dtype)
     model.colrow = State(_undivided(model), single())  # type: ignore[assignment]  # what the loader reads of a model
@@ -39,6 +43,18 @@ def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
         source.close()
         del model.colrow
     return model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers draws no progress bars within."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _undivided(model: PreTrainedModel) -> Plan:

@@ -29,7 +29,10 @@ PLANTED = {
     ("drop g", "embed"): "the output of model.embed_tokens",
     ("bias on every rank", ""): "the output of model.layers.0.self_attn.o_proj",
     ("rotated head map", ""): "the input of model.layers.0.self_attn.o_proj",
-    ("drop f", f"{LAYER}input_layernorm"): f"the forward pass is right; first on the way back, the gradient of {LAYER}input_layernorm.weight",
+    (
+        "drop f",
+        f"{LAYER}input_layernorm",
+    ): f"the forward pass is right; first on the way back, the gradient of {LAYER}input_layernorm.weight",
     ("drop f", "model.norm"): "the forward pass is right; first on the way back, the gradient of model.norm.weight",
     ("drop the sum of copied heads", ""): f"the gradient of {LAYER}self_attn.v_proj.bias",
 }

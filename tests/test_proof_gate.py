@@ -1,4 +1,5 @@
-"""The gate passes what is right, at every degree, and remembers passes of exactly what was tested. What it refuses: test_proof_faults.py."""
+"""The gate passes what is right, at every degree, and remembers passes of exactly what was tested. What it refuses:
+test_proof_faults.py."""
 
 from __future__ import annotations
 

@@ -29,7 +29,18 @@ def test_float32(family, ranks, tmp_path):
     report = verify.verify(saved(tmp_path, family), ranks, backend="threads")
     assert report.equal, report.text()
     assert report.exit_code == 0
-    kinds = {"weights", "logits", "loss", "decoding", "tokens", "gradients", "SGD", "AdamW", "copies of gradients", "copies after both steps"}
+    kinds = {
+        "weights",
+        "logits",
+        "loss",
+        "decoding",
+        "tokens",
+        "gradients",
+        "SGD",
+        "AdamW",
+        "copies of gradients",
+        "copies after both steps",
+    }
     assert set(report.comparison.kinds()) == kinds | ({"collectives"} if ranks > 1 else set())
 
 

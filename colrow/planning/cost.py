@@ -15,14 +15,16 @@ from ..partition import Partition
 from .plan import Plan, Region
 
 Phase = Literal["prefill", "decode", "train_forward", "train_backward"]
-"""prefill: a forward pass over all tokens. decode: over one. Both return whole logits. train_forward: with the loss, the logits stay slices."""
+"""prefill: a forward pass over all tokens. decode: over one. Both return whole logits. train_forward: with the loss, the logits stay
+slices."""
 
 Algorithm = Literal["ring", "one-shot", "threads"]
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """`calls` collectives of one op at one call site among `ranks`, of `logical_bytes` in all: of the tensor as the model's reader sees it."""
+    """`calls` collectives of one op at one call site among `ranks`, of `logical_bytes` in all: of the tensor as the model's reader sees
+    it."""
 
     op: str
     name: str
@@ -90,7 +92,10 @@ def _loss(plan: Plan, rows: int, dtype_bytes: int) -> list[Predicted]:
     if not any(is_head(r) for r in plan.regions):
         return []
     ranks = tuple(range(plan.ranks))
-    return [Predicted("all_reduce", "loss.max", 1, rows * dtype_bytes, ranks), Predicted("all_reduce", "loss.sum", 1, 2 * rows * dtype_bytes, ranks)]
+    return [
+        Predicted("all_reduce", "loss.max", 1, rows * dtype_bytes, ranks),
+        Predicted("all_reduce", "loss.sum", 1, 2 * rows * dtype_bytes, ranks),
+    ]
 
 
 def _gradients(plan: Plan, dtype_bytes: int) -> Iterable[Predicted]:

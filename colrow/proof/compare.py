@@ -37,7 +37,7 @@ class Item:
 
     @property
     def verdict(self) -> str:
-        """"equal", "rounding" or "bug": beyond the tolerance, but of the size that the whole model's own rounding has, or not."""
+        """ "equal", "rounding" or "bug": beyond the tolerance, but of the size that the whole model's own rounding has, or not."""
         if self.ok:
             return "equal"
         if self.own_error and self.difference <= SUSPICION * self.own_error:
@@ -72,7 +72,9 @@ class Comparison:
 def _excess(item: Item) -> float:
     if math.isnan(item.difference):
         return math.inf
-    return item.difference / item.tolerance if item.tolerance else math.inf * (item.difference > 0) if item.difference else 0.0
+    if item.tolerance == 0:
+        return math.inf if item.difference else 0.0
+    return item.difference / item.tolerance
 
 
 def difference(whole: torch.Tensor, split: torch.Tensor, scale: float | None = None) -> tuple[float, float]:
@@ -108,7 +110,8 @@ def item(
     own_error: float | None = None,
     scale: float | None = None,
 ) -> Item:
-    """Compares two tensors. `scale` is a lower bound for the scale, for tensors whose right value is zero (the gradient of a key's bias)."""
+    """Compares two tensors. `scale` is a lower bound for the scale, for tensors whose right value is zero (the gradient of a key's
+    bias)."""
     far, size = difference(whole, split, scale)
     detail = "" if whole.shape == split.shape else f"shape {tuple(split.shape)} instead of {tuple(whole.shape)}"
     return Item(kind, name, far, tolerance, size, own_error, detail)
@@ -139,9 +142,7 @@ def merge(per_rank: Iterable[Comparison]) -> Comparison:
     for rank, comparison in enumerate(per_rank):
         for one in comparison.items:
             key = (one.kind, one.name)
-            if key not in found:
-                found[key] = one if one.ok else _named(one, rank)
-            elif _excess(one) > _excess(found[key]):
+            if key not in found or _excess(one) > _excess(found[key]):
                 found[key] = one if one.ok else _named(one, rank)
     return Comparison(tuple(found.values()))
 

@@ -118,8 +118,8 @@ def _gradients(model: nn.Module, plan: Plan, rank: int, reference: Reference) ->
 def _steps(model: nn.Module, plan: Plan, rank: int, reference: Reference) -> Iterator[Item]:
     """The parameters after one SGD step and then one AdamW step, with the same gradients: by how much each step changed them.
 
-    SGD and AdamW work element by element, so the whole model's step, cut, is the step on the cut of the whole model's weights and gradients;
-    that is how it is computed here. The weights are known to have the whole model's bits.
+    SGD and AdamW work element by element, so the whole model's step, cut, is the step on the cut of the whole model's weights and
+    gradients; that is how it is computed here. The weights are known to have the whole model's bits.
     """
     assert reference.steps is not None
     for name, parameter in model.named_parameters():

@@ -50,7 +50,9 @@ class Answers:
     tokens: tuple[int, ...]
 
 
-def questions(vocabulary: int, batch: int = 2, length: int = 13, prompt: int = 7, steps: int = 6, seed: int = 1, train: bool = True) -> Questions:
+def questions(
+    vocabulary: int, batch: int = 2, length: int = 13, prompt: int = 7, steps: int = 6, seed: int = 1, train: bool = True
+) -> Questions:
     """Random ids that include the first and the last of the vocabulary (both ends of a cut), and some labels that do not count."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary, (batch, length), generator=draw)
@@ -67,8 +69,9 @@ def ask(
     phase: Callable[[str], None] = lambda name: None,
     slices: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Answers:
-    """Runs the model; gradients are left in `.grad`. `follow` are the tokens to decode along (the whole model's), so that logits stay comparable
-    after two models have chosen differently; by default the model's own. `phase` is told what begins; `slices` is entered for the loss."""
+    """Runs the model; gradients are left in `.grad`. `follow` are the tokens to decode along (the whole model's), so that logits stay
+    comparable after two models have chosen differently; by default the model's own. `phase` is told what begins; `slices` is entered for
+    the loss."""
     phase("prefill")
     with torch.no_grad():
         logits = model(input_ids=asked.ids, use_cache=False).logits
@@ -107,7 +110,8 @@ def _decode(
 
 
 def cache_name(model: nn.Module) -> str:
-    """How this model calls its cache: transformers before 5.24 `past_key_values`, from then on `cache`; state space models have other names."""
+    """How this model calls its cache: transformers before 5.24 `past_key_values`, from then on `cache`; state space models have other
+    names."""
     known = inspect.signature(model.forward).parameters
     for name in ("cache", "past_key_values", "cache_params"):
         if name in known:
@@ -125,8 +129,8 @@ class StepSizes:
 
 
 def step_sizes(model: nn.Module) -> StepSizes:
-    """Steps that move a parameter by about a tenth of its size, so that a missing step stands far above rounding. AdamW's eps is the size of
-    a gradient: with the usual 1e-8 its first step is lr * sign(gradient), which turns the rounding of a zero into a full step."""
+    """Steps that move a parameter by about a tenth of its size, so that a missing step stands far above rounding. AdamW's eps is the size
+    of a gradient: with the usual 1e-8 its first step is lr * sign(gradient), which turns the rounding of a zero into a full step."""
     pairs = [(p.detach(), p.grad) for p in model.parameters() if p.grad is not None]
     count = sum(p.numel() for p, _ in pairs)
     size = math.hypot(*(float(torch.linalg.vector_norm(p.float())) for p, _ in pairs)) / math.sqrt(count)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..comm.group import Group
 from ..comm.local import run_threads
@@ -98,8 +98,9 @@ def _rank(group: Group, small: Small, state: State, expected: Reference) -> Evid
     return examine(_split(group, small, state), group, small.plan, expected)
 
 
-def _split(group: Group, small: Small, state: State) -> torch.nn.Module:
-    model = build.split(build.empty(small.config, DTYPE), small.plan, group)
+def _split(group: Group, small: Small, state: State) -> PreTrainedModel:
+    model = build.empty(small.config, DTYPE)
+    build.split(model, small.plan, group)
     load.from_whole(model, state)
     return model.eval()
 

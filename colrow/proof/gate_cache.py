@@ -1,7 +1,7 @@
 """Passes of the gate that are remembered, one small file each in the user's cache directory.
 
-The key covers all that could change the outcome: config, plan, the source of colrow and of the model, the versions of torch and transformers.
-A cache that cannot be read or written costs time and nothing else. Only passes are remembered.
+The key covers all that could change the outcome: config, plan, the source of colrow and of the model, the versions of torch and
+transformers. A cache that cannot be read or written costs time and nothing else. Only passes are remembered.
 """
 
 from __future__ import annotations

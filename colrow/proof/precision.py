@@ -27,7 +27,8 @@ SUSPICION = 64.0
 
 
 def tolerance(dtype: torch.dtype, own_error: float | None) -> float:
-    """The relative difference that counts as equal; `own_error` is the whole model's relative error against float64, None if not measured."""
+    """The relative difference that counts as equal; `own_error` is the whole model's relative error against float64, None if not
+    measured."""
     if own_error is None:
         return UNMEASURED[dtype]
     return max(FLOOR[dtype], ALLOWANCE * own_error)
@@ -41,9 +42,9 @@ def computing_in(dtype: torch.dtype) -> AbstractContextManager[Any]:
 class Float64(TorchFunctionMode):
     """Inside this context whatever asks for float32 gets float64.
 
-    Llama's norms, most softmaxes and the loss cast to float32 whatever the model's dtype. A comparison in float64 would then see differences
-    of 1e-7 wherever a value lies on a border between two float32 numbers. Under this mode the whole computation is float64 and 1e-10 is
-    a fair demand. It holds for one thread, and for Python calls of torch functions; build models outside of it, run them inside.
+    Llama's norms, most softmaxes and the loss cast to float32 whatever the model's dtype. A comparison in float64 would then see
+    differences of 1e-7 wherever a value lies on a border between two float32 numbers. Under this mode the whole computation is float64 and
+    1e-10 is a fair demand. It holds for one thread, and for Python calls of torch functions; build models outside of it, run them inside.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

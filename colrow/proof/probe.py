@@ -29,8 +29,8 @@ def numbered(name: str) -> tuple[str, int, str]:
 
 @dataclass(frozen=True)
 class Shapes:
-    """`sizes`: shape of every parameter. `depths`: lengths of the lists of modules. `kinds`: the different kinds of layers, each as the names
-    and ranks (number of dims) of its parameters."""
+    """`sizes`: shape of every parameter. `depths`: lengths of the lists of modules. `kinds`: the different kinds of layers, each as the
+    names and ranks (number of dims) of its parameters."""
 
     sizes: dict[str, tuple[int, ...]]
     depths: frozenset[int]

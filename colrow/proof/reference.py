@@ -23,14 +23,14 @@ from .precision import Float64, computing_in
 
 Tensors = Mapping[str, torch.Tensor]
 SMALL_GRADIENT = 1e-3
-"""Gradients are measured against at least this share of the largest gradient of the model: some are exactly zero but for rounding (of a bias
-that a softmax cancels), and nothing can be said relative to nothing."""
+"""Gradients are measured against at least this share of the largest gradient of the model: some are exactly zero but for rounding (of a
+bias that a softmax cancels), and nothing can be said relative to nothing."""
 
 
 @dataclass
 class Reference:
-    """`weights[name][rank]` is the digest of the rank's slice of the parameter. `scales` are what gradients are measured against, by parameter.
-    `own_errors[kind][name]`: the whole model's own relative error against float64, empty where not measured."""
+    """`weights[name][rank]` is the digest of the rank's slice of the parameter. `scales` are what gradients are measured against, by
+    parameter. `own_errors[kind][name]`: the whole model's own relative error against float64, empty where not measured."""
 
     dtype: torch.dtype
     asked: Questions

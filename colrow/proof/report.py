@@ -86,7 +86,8 @@ def _summary(comparison: Comparison) -> str:
 
 
 def describe(comparison: Comparison, find: Callable[[], Parting | None]) -> str:
-    """What is wrong first, and whether it looks like rounding or like a bug. `find` looks for the place, where the forward pass is wrong."""
+    """What is wrong first, and whether it looks like rounding or like a bug. `find` looks for the place, where the forward pass is
+    wrong."""
     bad = comparison.bad()
     kind = "looks like a bug" if any(i.verdict == "bug" for i in bad) else "looks like rounding"
     weights = [i for i in bad if i.kind == "weights"]

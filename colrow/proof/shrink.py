@@ -21,7 +21,8 @@ from .probe import Shapes, runs, shapes
 from .structure import layer_kinds, structure
 
 FLOORS = (16, 64, 256)
-"""Sizes are cut down to about this; where the small plan comes out otherwise (costs weigh differently in narrow models), the next is tried."""
+"""Sizes are cut down to about this; where the small plan comes out otherwise (costs weigh differently in narrow models), the next is
+tried."""
 
 SMALL_ENOUGH = 300_000
 """Parameters. A config that is below this already is its own small copy."""
@@ -66,7 +67,9 @@ def _search(config: PreTrainedConfig, plan: Plan, full: Shapes, floor: int) -> t
     integers = Integers(config)
     state = _fewer_layers(integers, plan, full)
     heads = {size for a in plan.attention for size in (a.query.size, a.kv.size)}
-    sizes = [path for path in integers.fields(state) if integers.value(state, path) > max(floor, plan.ranks) and _is_size(integers, state, path)]
+    sizes = [
+        path for path in integers.fields(state) if integers.value(state, path) > max(floor, plan.ranks) and _is_size(integers, state, path)
+    ]
     sizes.sort(key=lambda path: -integers.value(state, path))
     stuck: list[Path] = []
     for path in sizes:
@@ -126,8 +129,9 @@ def _in_proportion(integers: Integers, state: dict[str, Any], path: Path, sizes:
 def _fewer_layers(integers: Integers, plan: Plan, full: Shapes) -> dict[str, Any]:
     """The config cut to a few layers, at least two, that still has each kind of layer.
 
-    A number of layers is an integer whose value is the length of some list of modules and whose decrease takes parameters away. Kept are the
-    first layers of each kind, by the plan and by what lists in the config say; where the kind follows from a layer's number, more are tried.
+    A number of layers is an integer whose value is the length of some list of modules and whose decrease takes parameters away. Kept are
+    the first layers of each kind, by the plan and by what lists in the config say; where the kind follows from a layer's number, more are
+    tried.
     """
     state, kinds = integers.state, layer_kinds(plan)
     for path in integers.fields(state):

@@ -29,7 +29,8 @@ Trail = dict[Key, torch.Tensor]
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[Trail]:
-    """Fills the trail with copies of all floating tensors that enter and leave modules. Hooks that the model has already run before these."""
+    """Fills the trail with copies of all floating tensors that enter and leave modules. Hooks that the model has already run before
+    these."""
     trail: Trail = {}
     calls: Counter[tuple[str, str]] = Counter()
 

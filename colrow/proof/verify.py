@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,9 @@ class Task:
     plan: Plan
     dtype: torch.dtype
 
-    def split(self, group: Group) -> torch.nn.Module:
-        model = build.split(build.empty(self.config, self.dtype), self.plan, group)
+    def split(self, group: Group) -> PreTrainedModel:
+        model = build.empty(self.config, self.dtype)
+        build.split(model, self.plan, group)
         source = self.files.source()
         try:
             load.from_source(model, source, self.dtype, group.device)
@@ -129,8 +131,9 @@ def _whole_answers(task: Task, asked: Questions, folder: Path) -> tuple[Referenc
     """The reference, and whether the whole model's own error was measured. Nothing of the model is left in memory afterwards."""
     model = whole.load(task.files, task.config, task.dtype)
     measure = task.dtype is not torch.float64 and _fits_in_float64(model, asked.train)
-    found = reference(model, task.plan, asked, in_file(folder / "gradients.safetensors"), (lambda: _exact(model, asked)) if measure else None)
-    del model
+    truth = partial(_exact, model, asked) if measure else None
+    found = reference(model, task.plan, asked, in_file(folder / "gradients.safetensors"), truth)
+    del model, truth
     gc.collect()
     return found, measure
 

@@ -90,9 +90,8 @@ def test_the_text_fits_a_terminal(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("backend", ["auto", "gloo"])
-def test_with_real_processes(backend, tmp_path):
-    report = verify.verify(saved(tmp_path), 2, backend=backend)
+def test_with_real_processes(tmp_path):
+    report = verify.verify(saved(tmp_path), 2)
     assert report.equal, report.text()
 
 

@@ -20,8 +20,8 @@ import transformers
 from transformers import PreTrainedConfig
 
 from .. import __version__
-from ..parallel.build import auto_class
 from ..planning.plan import Plan
+from ..planning.trace import model_class
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -79,7 +79,7 @@ def _source_digest() -> str:
 
 def _model_source(config: PreTrainedConfig) -> str:
     """The file that defines the model: transformers may be patched, and remote code has no version."""
-    architecture = auto_class(config)._model_mapping.get(type(config), None)
+    architecture = model_class(config)._model_mapping.get(type(config), None)
     cls = architecture[0] if isinstance(architecture, tuple) else architecture
     try:
         return Path(inspect.getfile(cls)).read_text() if cls else ""

@@ -13,15 +13,15 @@ from transformers.utils import logging
 from ..checkpoint.model_dir import ModelFiles
 from ..comm.group import single
 from ..parallel import load as split_load
-from ..parallel.build import auto_class
 from ..parallel.state import State
 from ..partition import whole as everything
 from ..planning.plan import Plan, TensorPlan
+from ..planning.trace import model_class
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """In eval mode, on the current default device, with transformers' eager attention: plain products and a softmax, nothing fused."""
-    return auto_class(config).from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
+    return model_class(config).from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
 
 
 def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -32,7 +32,7 @@ def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
     if files.kind != "gguf":
         options = {"attn_implementation": "eager", "dtype": dtype, "trust_remote_code": files.trust_remote_code, "local_files_only": True}
         with quiet():
-            return auto_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval()
+            return model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval()
     with torch.device("meta"):
         model = build(config, dtype)
     model.colrow = State(_undivided(model), single())  # type: ignore[assignment]  # what the loader reads of a model

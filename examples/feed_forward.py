@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-import colrow
 from colrow.comm.group import Group
+from colrow.comm.launch import spawn
 from colrow.parallel.linear import ColumnParallelLinear, RowParallelLinear
 from colrow.partition import even
 
@@ -112,7 +112,7 @@ def linear(weight: torch.Tensor) -> nn.Linear:
 
 def on_processes() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """(what, from two real processes, from the whole) for each tensor. Y and dX are whole on every rank, so both are looked at."""
-    ranks, whole = colrow.spawn(on_a_rank, RANKS), dense()
+    ranks, whole = spawn(on_a_rank, RANKS), dense()
     o, y, dx, dw1, dw2 = zip(*ranks, strict=True)
     return [
         ("O: hidden slices side by side", torch.cat(o, dim=1), whole.o),
@@ -123,16 +123,21 @@ def on_processes() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     ]
 
 
+def rounded(tensor: torch.Tensor) -> list[list[float]]:
+    return [[round(x, 3) for x in row] for row in tensor.tolist()]
+
+
 def show(title: str, rows: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
     print(title)
     for what, found, expected in rows:
-        print(f"  {what:42}{'equal' if torch.allclose(found, expected) else 'DIFFERENT':10}{found.tolist()}")
+        print(f"  {what:42}{'equal' if torch.allclose(found, expected) else 'DIFFERENT':10}{rounded(found)}")
 
 
 def main() -> None:
     for r in range(RANKS):
         s = shard(r)
-        print(f"rank {r}: W1_shard {s.w1.tolist()}  O_shard {s.o.tolist()}  partial Y {s.y_partial.tolist()}")
+        print(f"rank {r}: W1_shard {s.w1.tolist()}  W2_shard {s.w2.tolist()}  O_shard {s.o.tolist()}")
+        print(f"        partial Y {s.y_partial.tolist()}  partial dX {rounded(s.dx_partial)}")
     show("\nBy hand, forward and backward:", by_hand())
     show("\nWith colrow's layers on two processes:", on_processes())
 

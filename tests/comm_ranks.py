@@ -16,7 +16,7 @@ import torch
 
 from colrow.comm import collectives, launch
 from colrow.comm.group import Group
-from colrow.errors import ColrowError, UserError
+from colrow.errors import ColrowError, RankError, UserError
 
 
 def about(g: Group) -> dict[str, Any]:
@@ -108,7 +108,14 @@ def fails(g: Group, how: str) -> None:
                 raise UserError("no such model", "x", "demo")
             case "bug":
                 raise ZeroDivisionError("on purpose")
-            case "killed":
+            case "killed" | "hidden":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "killed beside its child":
+                if os.fork() == 0:
+                    os.write(2, f"pid {os.getpid()}\n".encode())
+                    time.sleep(60)
+                    os._exit(0)
+                time.sleep(1)  # until the worker has written
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exit":
                 os._exit(3)
@@ -118,7 +125,12 @@ def fails(g: Group, how: str) -> None:
                 return
             case "differs":
                 collectives.all_gather(torch.ones(2), g, "other site", 0, (2,) * g.size)
-    collectives.all_reduce(torch.ones(3), g, "a site")
+    try:
+        collectives.all_reduce(torch.ones(3), g, "a site")
+    except RankError:
+        if how == "hidden":  # by someone who does not know better
+            raise ValueError("the step did not work") from None
+        raise
 
 
 def late(g: Group) -> None:

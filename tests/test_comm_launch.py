@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def children(pid: int) -> list[int]:
         except OSError:
             continue
         if int(parent) == pid and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def session(leader: int) -> list[int]:
+    """The running processes of the session that `leader` began: itself, ranks, helpers of multiprocessing."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == leader and state != "Z":
             found.append(int(stat.parent.name))
     return found
 
@@ -82,6 +96,24 @@ def test_several_jobs_and_a_stream_on_the_same_ranks() -> None:
             ranks.run(comm_ranks.about)
 
 
+@pytest.mark.process
+def test_two_programs_at_once_and_from_threads() -> None:
+    """No port, file or name is common, and no signal handler is needed, which only the main thread may set."""
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(launch.spawn, comm_ranks.about, 2, backend="gloo") for _ in range(2)]
+        assert [[f["total"] for f in result.result()] for result in running] == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.process
+def test_a_killed_rank_whose_own_children_live_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """A worker that the rank forked holds all its pipes open; the rank's end is seen all the same."""
+    with pytest.raises(RankError, match="killed by SIGKILL"):
+        launch.spawn(comm_ranks.fails, 2, ("killed beside its child",), "gloo")
+    worker = int(capfd.readouterr().err.removeprefix("pid "))
+    assert not gone(worker), "the end was seen only when the worker had ended"
+    os.kill(worker, signal.SIGKILL)
+
+
 def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 4, 6, 7})
     assert [share_of_cores(rank, 2) for rank in range(2)] == [((1, 3), 2), ((4, 6), 2)]
@@ -110,6 +142,7 @@ def os_pid(g: object) -> int:
         ("bug", "gloo", RankError, r"rank 1 failed: ZeroDivisionError: on purpose"),
         ("killed", "gloo", RankError, r"rank 1 was killed by SIGKILL.*"),
         ("killed", "auto", RankError, r"rank 1 was killed by SIGKILL.*"),
+        ("hidden", "gloo", RankError, r"rank 1 was killed by SIGKILL.*"),
         ("exit", "gloo", RankError, r"rank 1 ended with exit code 3 before it was done"),
         ("sys.exit", "gloo", RankError, r"rank 1 failed: SystemExit: 4"),
     ],
@@ -251,8 +284,10 @@ class Program:
 def test_signals_end_everything(program: str, backend: str, whom: str, number: signal.Signals, code: int, text: str) -> None:
     running = Program(program, backend)
     ranks = running.ranks()
+    everybody = session(running.process.pid)
+    assert set(ranks) < set(everybody)
     found, printed, seconds = running.end(whom, number)
-    assert all_gone(ranks)
+    assert all_gone(everybody)
     assert (found, printed) == (code, text)
     assert seconds < SECONDS
 
@@ -260,11 +295,11 @@ def test_signals_end_everything(program: str, backend: str, whom: str, number: s
 @pytest.mark.process
 def test_ctrl_c_while_ranks_import() -> None:
     running = Program("waits", "gloo")
-    ranks: list[int] = []
+    everybody: list[int] = []
     until = time.monotonic() + 60
-    while len(ranks) < 3 and time.monotonic() < until:  # two ranks and multiprocessing's resource tracker
+    while len(everybody) < 4 and time.monotonic() < until:  # two ranks, their parent, and multiprocessing's resource tracker
         time.sleep(0.02)
-        ranks = children(running.process.pid)
+        everybody = session(running.process.pid)
     code, printed, _ = running.end("all", signal.SIGINT)
-    assert all_gone(ranks)
+    assert all_gone(everybody)
     assert (code, printed) == (130, "interrupted\n")

@@ -40,11 +40,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: the exception if it can be pickled and the parent should raise it as it is, and always the text."""
+    """How a rank failed: the exception if it can be pickled and the parent should raise it as it is, and always the text. `of_peers`: it
+    comes from an error about other ranks, so one of those may be the cause."""
 
     error: BaseException | None
     text: str
     trace: str
+    of_peers: bool
 
 
 def main(start: Start, stdin: Connection | None, jobs: Connection, reports: Connection) -> None:
@@ -134,7 +136,7 @@ def _report(reports: Connection, kind: str, value: Any) -> None:
 
 
 def _failure(start: Start, error: BaseException) -> Failure:
-    from ..errors import ColrowError
+    from ..errors import ColrowError, RankError
 
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     kept: BaseException | None = None
@@ -143,4 +145,7 @@ def _failure(start: Start, error: BaseException) -> Failure:
             kept = pickle.loads(pickle.dumps(error))
         except Exception:  # an error class of someone else's whose arguments cannot be pickled: its text will do
             kept = None
-    return Failure(kept, f"rank {start.rank} failed: {text}", "".join(traceback.format_exception(error)))
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, RankError):
+        link = link.__cause__ or link.__context__
+    return Failure(kept, f"rank {start.rank} failed: {text}", "".join(traceback.format_exception(error)), of_peers=link is not None)

@@ -43,6 +43,7 @@ class Ranks:
         self._processes: list[Any] = []
         self._jobs: list[connection.Connection] = []
         self._reports: list[connection.Connection] = []
+        self._ends: list[int] = []  # readable when the rank has ended
         atexit.register(self.close)  # before multiprocessing's own, which would wait for the ranks
         try:
             with _sigint_held_back():
@@ -94,6 +95,8 @@ class Ranks:
             until = time.monotonic() + GRACE
         for pipe in (*self._jobs, *self._reports):
             pipe.close()
+        for end in self._ends:
+            os.close(end)
 
     def __enter__(self) -> Ranks:
         return self
@@ -115,6 +118,7 @@ class Ranks:
         process = context.Process(target=child.main, args=(start, *given), name=f"rank {rank}")
         process.start()
         self._processes.append(process)
+        self._ends.append(os.pidfd_open(process.pid or 0))  # multiprocessing's sentinel stays silent while a child of the rank lives
         for pipe in given:  # now only the rank holds them: they break when it ends
             if pipe is not None:
                 pipe.close()
@@ -133,9 +137,10 @@ class Ranks:
             self._send(job)
             waiting = set(range(self.size))
             while waiting:
-                for rank, kind, value in self._reported(waiting, None):
-                    if kind == "failure":
-                        raise self._cause(rank, value, waiting - {rank})
+                reported = self._reported(waiting, None)
+                if failures := [(rank, value) for rank, kind, value in reported if kind == "failure"]:
+                    raise self._cause(failures, waiting)
+                for rank, kind, value in reported:
                     if kind == "result":
                         waiting.remove(rank)
                     yield rank, kind, value
@@ -147,11 +152,9 @@ class Ranks:
 
     def _reported(self, ranks: set[int], patience: float | None) -> list[tuple[int, str, Any]]:
         """What some of the ranks have reported since; a rank that died without a word reports a failure with value None."""
-        pipes = {self._reports[rank]: rank for rank in ranks}
-        ends = {self._processes[rank].sentinel: rank for rank in ranks}
-        ready = connection.wait([*pipes, *ends], patience)
+        sources: dict[Any, int] = {self._reports[rank]: rank for rank in ranks} | {self._ends[rank]: rank for rank in ranks}
         out = []
-        for rank in sorted({pipes[r] if isinstance(r, connection.Connection) else ends[r] for r in ready}):
+        for rank in sorted({sources[ready] for ready in connection.wait(sources, patience)}):
             try:
                 kind, value = pickle.loads(self._reports[rank].recv_bytes()) if self._reports[rank].poll() else ("failure", None)
             except (EOFError, OSError):
@@ -159,17 +162,17 @@ class Ranks:
             out.append((rank, kind, value))
         return out
 
-    def _cause(self, rank: int, failure: child.Failure | None, others: set[int]) -> ColrowError:
+    def _cause(self, found: list[tuple[int, child.Failure | None]], ranks: set[int]) -> ColrowError:
         """The error to raise. A rank that only tells of its peers is not the cause if one of them fails by itself right after."""
-        found = [(rank, failure)]
+        others = ranks - {rank for rank, _ in found}
         until = time.monotonic() + CAUSE
-        while _secondary(found[-1][1]) and others and (left := until - time.monotonic()) > 0:
-            for other, kind, value in self._reported(others, left):
+        while all(_tells_of_peers(failure) for _, failure in found) and others and (left := until - time.monotonic()) > 0:
+            for rank, kind, value in self._reported(others, left):
                 if kind == "failure":
-                    found.append((other, value))
+                    found.append((rank, value))
                 if kind != "item":
-                    others = others - {other}
-        at, cause = found[-1] if not _secondary(found[-1][1]) else found[0]
+                    others = others - {rank}
+        at, cause = next((f for f in found if not _tells_of_peers(f[1])), found[0])
         if cause is None:
             return self._death(at)
         error = cause.error if isinstance(cause.error, ColrowError) else RankError(cause.text)
@@ -188,7 +191,7 @@ class Ranks:
             )
         if code >= 0:
             return RankError(f"rank {rank} ended with exit code {code} before it was done")
-        name = signal.Signals(-code).name
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
         return RankError(f"rank {rank} was killed by {name}" + (" (so does the kernel when memory runs out)" if name == "SIGKILL" else ""))
 
 
@@ -206,9 +209,9 @@ def _stdin_for(rank: int) -> connection.Connection | None:
         return None
 
 
-def _secondary(failure: child.Failure | None) -> bool:
-    """Whether a failure may be the consequence of another rank's."""
-    return failure is not None and isinstance(failure.error, RankError)
+def _tells_of_peers(failure: child.Failure | None) -> bool:
+    """Whether a failure may be the consequence of another rank's; a death without a word is not."""
+    return failure is not None and failure.of_peers
 
 
 def check_size(size: int) -> None:

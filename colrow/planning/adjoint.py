@@ -60,10 +60,14 @@ class _Walk:
             self.push(v)
 
     def run(self) -> Gradients:
+        patience = 20 * len(self.partial | self.queued) + 20 * len(self.graph.trace.values)
         while self.heap and not self.out.problems:
             value = heapq.heappop(self.heap)[1]
             self.queued.discard(value)
-            if self.whole(value):
+            patience -= 1
+            if patience < 0:
+                self.out.problems.append(Problem("", "the backward pass", "does not settle on places for f"))
+            elif self.whole(value):
                 self._visit(value)
         return self.out
 
@@ -109,12 +113,14 @@ class _Walk:
         return False
 
     def _visit(self, value: int) -> None:
+        self._drop_needless(value)
         partial, whole = self.uses(value)
         before = value in self.partial
         if value in self.graph.trace.outputs.values():
             whole = whole or [self.graph.op(-1)]
         if not partial:
             self.partial.discard(value)
+            self.out.parameters.discard(self.graph.parameter_of.get(value, ""))
         elif value in self.graph.parameter_of:
             self._parameter(value, whole)
             return
@@ -127,10 +133,27 @@ class _Walk:
         if before != (value in self.partial) and made is not None:
             self.push_inputs(self.graph.op(made))
 
+    def _drop_needless(self, value: int) -> None:
+        """An f that was placed here before later ones made gradients whole would add them a second time."""
+        borders = self.out.copies.pop(value, None)
+        if borders is None:
+            return
+        partial, _ = self.uses(value)
+        self.out.copies[value] = borders
+        covered = [self.graph.op(i) for i in self.graph.consumers[value] if self._fixed(value, self.graph.op(i)) and self._counts(i)]
+        if any(op not in partial for op in covered):
+            del self.out.copies[value]
+
+    def _counts(self, op: int) -> bool:
+        """A gradient comes back through this op."""
+        return any(o >= 0 and self.graph.differentiable[o] for o in self.graph.op(op).outputs)
+
     def _is_start(self, value: int) -> bool:
-        """Looked up from a parameter by the model's inputs: where activations begin, and a partial gradient has come too far."""
+        """Looked up from a table by the model's inputs: where activations begin, and a partial gradient has come too far."""
         made = self.graph.producer[value]
-        return made is not None and self.graph.axes.effects[made].kind == "index" and self.graph.from_input[value]
+        if made is None or self.graph.axes.effects[made].kind != "index":
+            return False
+        return self.graph.from_input[value] and not self.graph.from_input[self.graph.inputs[made][0]]
 
     def _parameter(self, value: int, whole: list[Op]) -> None:
         name = self.graph.parameter_of[value]
@@ -180,9 +203,17 @@ class _Walk:
                 options.append(frozenset().union(*(p for p in parts if p)))
         here = self._here(value, partial, whole)
         if here:
-            views = all(self.graph.axes.effects[op.index].kind == "linear" for op in partial)
+            views = bool(options) and all(self._base(b.value) == self._base(value) for b in options[0])
             options.insert(0 if views else len(options), here)  # of a value and its views, the value itself
         return min(options, key=self._price, default=None)
+
+    def _base(self, value: int) -> int:
+        """The value that this one is a view of."""
+        while (made := self.graph.producer[value]) is not None and self.graph.axes.effects[made].kind == "linear":
+            if len(self.graph.inputs[made]) != 1:
+                break
+            value = self.graph.inputs[made][0]
+        return value
 
     def _price(self, borders: frozenset[Border]) -> tuple[float, int]:
         """What the set costs; among equals, outputs of modules are preferred."""

@@ -194,7 +194,6 @@ class Factors:
         if start == 0 and stop == prod(n.size for n in nodes):
             return nodes
         if stop <= start:
-            self.flag(nodes)
             return self.fresh(0, flagged=True)
         if len(nodes) == 1:
             self.cut(nodes[0], (start, stop))

@@ -71,6 +71,8 @@ def apply(region: Region, x: Spread) -> Spread:
         return Spread(x.shape, tuple(data), (full(x.shape),) * x.ranks)
     if region.op == "reduce" and not x.partial:
         raise ReplayError(f"{region.name}: adds up values that are no summands, they are {x.state()}")
+    if region.op == "copy" and x.partial:
+        raise ReplayError(f"{region.name}: copies a tensor that is {x.state()}")
     if region.op not in ("reduce", "copy"):
         raise ReplayError(f"{region.name}: {region.op} cannot be replayed yet")
     change = Reduce if region.op == "reduce" else Copy
@@ -89,8 +91,8 @@ class Borders:
         for c in t.calls:
             calls.setdefault(c.module, []).append(c)
         entries = [(region, c) for region in plan.regions for c in _calls_of(region, calls)]
-        # inner modules first, where several borders fall together
-        self.todo = sorted(entries, key=lambda e: (e[1].first if e[0].place == "input" else e[1].last, -e[1].index))
+        # where several borders fall together: what leaves a module before what enters one, inner modules first
+        self.todo = sorted(entries, key=lambda e: (_at(*e), e[0].place == "input", -e[1].index))
         self.inside: list[tuple[int, int, int]] = []  # (value, first, last): these ops see the value behind an f
         self.copies: dict[int, Spread] = {}  # one f per value, whoever asks for it
 

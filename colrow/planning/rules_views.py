@@ -22,8 +22,8 @@ def view(axes: Axes, op: Op, args: Arguments) -> Result:
     first = op.args[0]
     if axes.shape(first) == _out_shape(axes, op):
         return Effect("linear"), [same(axes, first)]
-    if prod(axes.shape(first)) != prod(_out_shape(axes, op)):
-        return opaque(axes, op, args)  # view(dtype)
+    if prod(axes.shape(first)) != prod(_out_shape(axes, op)) or 0 in axes.shape(first):
+        return opaque(axes, op, args)  # view(dtype), or nothing in it
     return Effect("linear"), [list(axes.factors.regroup(axes.of(first), _out_shape(axes, op)))]
 
 
@@ -143,7 +143,8 @@ def narrow(axes: Axes, op: Op, args: Arguments) -> Result:
 
 @rule("cat", "concat", "concatenate")
 def cat(axes: Axes, op: Op, args: Arguments) -> Result:
-    pieces = [same(axes, r) for r in refs(args["tensors"])]
+    tensors = refs(args["tensors"])
+    pieces = [same(axes, r) for r in tensors if axes.shape(r) != (0,)] or [same(axes, tensors[0])]  # torch skips those of shape [0]
     dim = args["dim"] % len(pieces[0])
     out: list[Dim] = []
     for d in range(len(pieces[0])):

@@ -30,6 +30,7 @@ class Capabilities:
     """
 
     experts: bool = False  # parameters with three or more dims
+    own_layers: bool = False  # matrices of modules that are not exactly nn.Linear, Conv1D or nn.Embedding
     mean_square: bool = False  # statistics of a norm over a cut axis
     constants: bool = False  # tensors made by the model's code with one entry per cut index
     reduce_anywhere: bool = False  # reductions at modules that own no cut parameter
@@ -108,10 +109,17 @@ class _Walk:
 
     def _parameters(self) -> None:
         for name in (n for leaf in self.flow.chosen for n in self.graph.parameters_with[leaf]):
-            if len(self.graph.trace.values[self.graph.trace.parameters[name]].shape) > 2 and not self.can.experts:
-                where, _, last = name.rpartition(".")
-                self.flow.problems.append(Problem(where, last, "has three or more dims, which cannot be cut yet"))
-                return
+            where, _, last = name.rpartition(".")
+            dims = len(self.graph.trace.values[self.graph.trace.parameters[name]].shape)
+            known = self.graph.is_product(where) or self.graph.is_table(where)
+            if dims > 2 and not self.can.experts:
+                text = "has three or more dims, which cannot be cut yet"
+            elif dims == 2 and not known and not self.can.own_layers:
+                text = f"belongs to a {self.graph.trace.modules[where].__name__}, which cannot be cut yet"
+            else:
+                continue
+            self.flow.problems.append(Problem(where, last, text))
+            return
 
     def _visit(self, op: Op) -> None:
         graph, flow = self.graph, self.flow

@@ -155,9 +155,7 @@ def references(tree: Any) -> Iterator[Ref]:
 
 def model_class(config: PreTrainedConfig) -> Any:
     """The transformers auto class that fits a config: causal LM, else sequence to sequence, masked LM, the bare model."""
-    order: list[Any] = [AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM]
-    if getattr(config, "is_encoder_decoder", False):
-        order.insert(0, AutoModelForSeq2SeqLM)
+    order: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
     return next((auto for auto in order if type(config) in auto._model_mapping), AutoModel)
 
 

@@ -169,7 +169,7 @@ class _Words:
 
     def _position(self, border: Border) -> tuple[int, int]:
         call = self.trace.calls[border.call]
-        return (call.first, 0) if border.place == "input" else (call.last, 1)
+        return (call.first, 1) if border.place == "input" else (call.last, 0)
 
     def region(self, border: Border, op: RegionOp, reason: str, partition: Partition | None = None) -> Region:
         module = self.trace.calls[border.call].module
@@ -232,8 +232,8 @@ class _Words:
                 groups[fold(name), fold(f"axis of {_size(refusal)}: {refusal.text}.").removesuffix(".")] = None
         for name, text in groups:
             yield Note(name, f"stays whole, {text}")
-        if self.trace.bypasses and not self.trace.attention:
-            yield Note("attention", "does not go through transformers' AttentionInterface: heads are cut in equal groups only, if at all")
+        if not self.trace.attention and any("softmax" in op.name for op in self.trace.ops):
+            yield Note("attention", "does not go through transformers' AttentionInterface, so heads are not cut freely")
 
 
 def _size(refusal: Rejected) -> int:

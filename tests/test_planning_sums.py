@@ -1,0 +1,253 @@
+"""Partial sums and partial gradients on small hand-written models, each with one situation: where they are added, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from colrow.planning.choose import Choice, choose
+from colrow.planning.graph import Graph
+from colrow.planning.plan import Plan
+from colrow.planning.record import record
+from colrow.planning.replay import check
+from colrow.planning.words import plan_of
+
+H, I, V = 12, 60, 101
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(H))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Feed(nn.Module):
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, I, bias=bias), nn.Linear(I, H, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class Model(PreTrainedModel):
+    """Embedding, blocks that a subclass makes, norm, head."""
+
+    config_class = PreTrainedConfig
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__(PreTrainedConfig())
+        self.embed, self.norm, self.head = nn.Embedding(V, H), Norm(), nn.Linear(H, V, bias=False)
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
+
+    def block(self) -> nn.Module:
+        raise NotImplementedError
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(self.norm(x))}
+
+
+def derived(block: type[nn.Module], ranks: int = 2, replay: bool = True) -> tuple[Choice, Plan]:
+    """The choice and the plan for a model of two such blocks; the plan is replayed with numbers."""
+    cls = type("Tested", (Model,), {"block": lambda self: block()})
+    with torch.device("meta"):
+        model = cls().eval()
+    trace = record(model, bypasses=True)
+    choice = choose(Graph(trace), ranks)
+    plan = plan_of(choice, "", ())
+    assert not replay or check(trace, plan).ok
+    return choice, plan
+
+
+def places(plan: Plan, op: str) -> list[str]:
+    return [r.name for r in plan.regions if r.op == op and ".0." in f"{r.module}."]
+
+
+class Serial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = Norm(), Feed(bias=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def test_bias_of_the_second_layer_is_whole_and_counts_once() -> None:
+    _, plan = derived(Serial)
+    assert places(plan, "reduce") == ["blocks.0.mlp.down.output"]
+    assert places(plan, "copy") == ["blocks.0.norm.output"]
+    bias = plan.tensor("blocks.0.mlp.down.bias")
+    assert (bias.role, bias.grad) == ("whole", "whole")
+    assert "added once" in bias.reason
+
+
+class Parallel(nn.Module):
+    """Two branches with a norm each: one f before both norms is cheaper than two after them, at the price of the norms' gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.left, self.right = Norm(), Norm(), Feed(), Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.left(self.one(x)) + self.right(self.two(x))
+
+
+def test_two_norms_of_one_tensor_share_an_f() -> None:
+    choice, plan = derived(Parallel)
+    assert len([v for v in choice.gradients.copies if choice.graph.leaving[v] or choice.graph.entering[v]]) == 3, (
+        "one a block, one at the head"
+    )
+    assert plan.tensor("blocks.0.one.weight").grad == "partial"
+    assert plan.tensor("norm.weight").grad == "whole"
+
+
+class PostNorm(nn.Module):
+    """The residual stream itself feeds the split layer: f only for that consumer, at its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = Norm(), Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.mlp(x))
+
+
+def test_f_at_the_input_of_the_split_module_where_others_read_the_value() -> None:
+    _, plan = derived(PostNorm)
+    assert places(plan, "copy") == ["blocks.0.mlp.up.input.input"], "the smallest module that holds the split consumers"
+
+
+class Gated(nn.Module):
+    """A whole gate times a partial sum: the gate's gradient is a part, and so is that of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.mlp = Norm(), nn.Linear(H, 1, bias=False), Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + torch.sigmoid(self.gate(y)) * self.mlp(y)
+
+
+def test_gate_is_applied_after_the_reduction() -> None:
+    _, plan = derived(Gated)
+    assert places(plan, "reduce") == ["blocks.0.mlp.down.output"]
+    assert plan.tensor("blocks.0.gate.weight").role == "whole"
+    assert plan.tensor("blocks.0.gate.weight").grad == "whole"
+
+
+class NormInside(nn.Module):
+    """A norm over the hidden features of the MLP: they cannot be cut, and the note says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, I), nn.Linear(I, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return x + self.down(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1))
+
+
+def test_what_a_norm_mixes_stays_whole_with_a_note() -> None:
+    _, plan = derived(NormInside)
+    assert plan.tensor("blocks.0.up.weight").role == "whole"
+    assert any("takes a mean over it" in n.text and "blocks.*.up" in n.subject for n in plan.notes)
+    assert plan.tensor("head.weight").role == "column", "the rest is still cut"
+    assert plan.tensor("blocks.0.up.weight").grad == "whole", "f before the head keeps gradients below it whole"
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = Norm(), nn.Linear(H, I), nn.Linear(I, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.renorm(self.up(self.norm(x)), 2, 0, 5.0))
+
+
+def test_an_op_without_a_rule_costs_coverage_only() -> None:
+    _, plan = derived(Unknown)
+    assert plan.tensor("blocks.0.up.weight").role == "whole"
+    assert any("renorm" in n.text and "no rule" in n.text for n in plan.notes)
+
+
+class Fused(nn.Module):
+    """gate|up in one matrix, cut apart by an int of the module: an edit makes it local."""
+
+    def __init__(self, literal: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = Norm(), nn.Linear(H, 2 * I, bias=False), nn.Linear(I, H, bias=False)
+        self.width = I
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(self.norm(x)).split(self.width, -1)
+        return x + self.down(torch.relu(gate) * up)
+
+
+class Literal(Fused):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(self.norm(x)).split(60, -1)
+        return x + self.down(torch.relu(gate) * up)
+
+
+class Chunked(Fused):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(torch.relu(gate) * up)
+
+
+def test_ints_of_modules_become_edits_and_literals_refusals() -> None:
+    _, plan = derived(Fused, ranks=7)
+    assert plan.tensor("blocks.0.up.weight").partition.pieces[0] == ((0, 9), (60, 69))
+    assert {(e.module, e.attribute, e.whole, e.values) for e in plan.edits} == {
+        (f"blocks.{i}", "width", 60, (9, 9, 9, 9, 8, 8, 8)) for i in (0, 1)
+    }
+    _, plan = derived(Literal)
+    assert plan.tensor("blocks.0.up.weight").role == "whole"
+    assert any("uses 60 as a size" in n.text for n in plan.notes)
+    _, plan = derived(Chunked)
+    assert plan.tensor("blocks.0.up.weight").role == "column"
+    assert plan.edits == ()
+
+
+class Ambiguous(Fused):
+    """The same int is the size of a cut axis and of a whole one: no value is right for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(I))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(self.norm(x)).split(self.width, -1)
+        return x + self.down(torch.relu(gate) * up) + torch.cumsum(self.bias.view(1, 1, self.width), -1).sum()
+
+
+def test_an_int_with_two_meanings_is_refused() -> None:
+    _, plan = derived(Ambiguous)
+    assert plan.tensor("blocks.0.up.weight").role == "whole"
+    assert plan.edits == ()
+
+
+def test_more_ranks_than_features_leave_some_with_nothing() -> None:
+    _, plan = derived(Serial, ranks=70, replay=False)
+    cut = plan.tensor("blocks.0.mlp.up.weight").partition
+    assert [cut.local_size(r) for r in range(70)] == [1] * 60 + [0] * 10
+
+
+def test_reasons_name_module_and_op() -> None:
+    _, plan = derived(Serial)
+    entry: Any = plan.tensor("blocks.0.mlp.up.weight")
+    assert entry.reason == (
+        "column: 60 features are made here and summed away in blocks.0.mlp.down, whose result is all-reduced before add in blocks.0"
+    )
+    assert entry.path == ("blocks.0.mlp.up: addmm", "blocks.0.mlp: relu", "blocks.0.mlp.down: addmm")

@@ -16,9 +16,16 @@ hidden slice never leaves the rank. What leaves it is a partial sum of Y and, ba
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+from colrow.comm.group import Group
+from colrow.comm.launch import spawn
+from colrow.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from colrow.partition import even
 
 RANKS = 2
 X = torch.tensor([[1.0, 2, 3], [4, 5, 6], [7, 8, 10]])
@@ -82,5 +89,58 @@ def by_hand() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     ]
 
 
-def sum_of(parts) -> torch.Tensor:
+def sum_of(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(parts)).sum(0)
+
+
+def on_a_rank(group: Group) -> tuple[torch.Tensor, ...]:
+    """The same with colrow's layers, as one of the processes: O_shard, Y, dX, dW1_shard, dW2_shard."""
+    column = ColumnParallelLinear.from_linear(linear(W1), even(0, 2, group.size), group, name="w1")
+    row = RowParallelLinear.from_linear(linear(W2), even(1, 2, group.size), group, name="w2")
+    x = X.clone().requires_grad_()
+    o = column(x)  # f stands at its input: backward, the all-reduce of dX
+    y = row(o)  # g stands at its output: the all-reduce of Y
+    y.mean().backward()
+    return o.detach(), y.detach(), x.grad, column.weight.grad, row.weight.grad
+
+
+def linear(weight: torch.Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight.clone())
+    return layer
+
+
+def on_processes() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(what, from two real processes, from the whole) for each tensor. Y and dX are whole on every rank, so both are looked at."""
+    ranks, whole = spawn(on_a_rank, RANKS), dense()
+    o, y, dx, dw1, dw2 = zip(*ranks, strict=True)
+    return [
+        ("O: hidden slices side by side", torch.cat(o, dim=1), whole.o),
+        *((f"Y on rank {r}", y[r], whole.y) for r in range(RANKS)),
+        *((f"dX on rank {r}", dx[r], whole.dx) for r in range(RANKS)),
+        ("dW1: shards' rows on top of each other", torch.cat(dw1, dim=0), whole.dw1),
+        ("dW2: shards' columns side by side", torch.cat(dw2, dim=1), whole.dw2),
+    ]
+
+
+def rounded(tensor: torch.Tensor) -> list[list[float]]:
+    return [[round(x, 3) for x in row] for row in tensor.tolist()]
+
+
+def show(title: str, rows: list[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+    print(title)
+    for what, found, expected in rows:
+        print(f"  {what:42}{'equal' if torch.allclose(found, expected) else 'DIFFERENT':10}{rounded(found)}")
+
+
+def main() -> None:
+    for r in range(RANKS):
+        s = shard(r)
+        print(f"rank {r}: W1_shard {s.w1.tolist()}  W2_shard {s.w2.tolist()}  O_shard {s.o.tolist()}")
+        print(f"        partial Y {s.y_partial.tolist()}  partial dX {rounded(s.dx_partial)}")
+    show("\nBy hand, forward and backward:", by_hand())
+    show("\nWith colrow's layers on two processes:", on_processes())
+
+
+if __name__ == "__main__":  # the processes import this file, so nothing may run outside of main
+    main()

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from colrow.comm.group import Group
 from colrow.parallel import attention
-from colrow.parallel.attention import group_size, mapped_attention
+from colrow.parallel.attention import Run, group_size, mapped_attention, route, runs
 from colrow.partition import Partition
 from colrow.planning.plan import Attention
 
@@ -118,3 +121,41 @@ def test_a_capped_eager_function_runs_under_the_map() -> None:
 
 def test_steps_go_past_the_prompt() -> None:
     assert whole(case("llama")).answers.tokens.shape == (2, STEPS)
+
+
+MAPS = [(0, 0, 0, 1, 1), (0, 1, 1, 1), (1, 0, 0), (0, 1, 0, 2, 2), (0, 0, 1, 1, 2), (2, 1, 0, 0, 0, 0)]
+
+
+@pytest.mark.parametrize("kv_of", MAPS, ids=str)
+@pytest.mark.parametrize("mask", [None, "for all heads", "for each head"])
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_any_map_equals_copied_heads(implementation: str, queries: int, mask: str | None, kv_of: tuple[int, ...]) -> None:
+    """Runs of regular heads (sdpa) and lined-up heads (eager) beside attention with a KV head for each query head."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config._attn_implementation = implementation
+    module = LlamaAttention(config, 0)
+    heads = len(kv_of)
+    q, k, v = (torch.randn(2, n, t, 8, dtype=torch.float64, requires_grad=True) for n, t in ((heads, queries), (3, 6), (3, 6)))
+    bias = None if mask is None else torch.randn(2, 1 if mask == "for all heads" else heads, queries, 6, dtype=torch.float64)
+    if bias is None and implementation == "eager" and queries > 1:
+        bias = torch.zeros(queries, 6).masked_fill(torch.ones(queries, 6).triu(1).bool(), float("-inf")).double()[None, None]
+    module.colrow_heads = kv_of
+    route(module)
+    found, _ = mapped_attention(module, q, k, v, bias, scaling=0.3)
+    expected = F.scaled_dot_product_attention(q, k[:, kv_of], v[:, kv_of], bias, scale=0.3, is_causal=bias is None and queries > 1)
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-6, atol=1e-6)
+    weight = torch.randn_like(found)
+    for a, b in zip(
+        torch.autograd.grad((found * weight).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weight.transpose(1, 2)).sum(), (q, k, v)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_runs_are_as_few_as_can_be() -> None:
+    assert runs((0, 0, 1, 1, 2, 2)) == (Run(0, 0, 2, 3),)
+    assert runs((1, 0, 0)) == (Run(0, 1, 1, 1), Run(1, 0, 2, 1))
+    assert runs(()) == ()

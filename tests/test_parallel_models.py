@@ -35,10 +35,10 @@ def test_equal_to_the_whole_model(plan: str, name: str, ranks: int) -> None:
     assert all(torch.equal(r.tensors["logits"], results[0].tensors["logits"]) for r in results), "ranks must have the same bits"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
-def test_sdpa_is_kept(name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [("llama", 2), ("llama", 5), ("qwen2", 4), ("gpt2", 2), ("six-plain-heads", 8)])
+def test_sdpa_is_kept(name: str, ranks: int) -> None:
     at = whole(CASES[name], "sdpa")
-    value, where = worst(at.answers, ask_split(at, hand_plan(at.config, 2)))
+    value, where = worst(at.answers, ask_split(at, hand_plan(at.config, ranks)))
     assert value <= TOLERANCE, where
 
 

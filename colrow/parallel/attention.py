@@ -3,7 +3,8 @@
 transformers' attention functions know one map: each KV head serves `module.num_key_value_groups` consecutive query heads. Where a rank's
 heads are that regular, the number is set and the model's own function runs, without copying K or V. Where they are not (9 query and 3 KV
 heads on 2 ranks: the first has 5 and 2, its KV heads serve 3 and 2), the module is sent to `mapped_attention`, registered with
-transformers' AttentionInterface, which lines K and V up with the query heads and calls the model's own function on that.
+transformers' AttentionInterface. It cuts the map into regular runs and lets the model's own function work on each (sdpa: no copy of K and
+V), or lines K and V up with the query heads by a copy and calls the function once (all others, which may hold something for each head).
 
 The map lies on the module; whichever implementation the model's config names (eager with its caps, sinks and biases; sdpa; flash) does the
 work, also if it is changed later. K and V arrive after the cache's update, so the cache holds the rank's KV heads and nothing else.
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
@@ -69,13 +72,66 @@ def own_config(module: nn.Module) -> Any:
     return module.config
 
 
-def mapped_attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """query [B, heads, S, d], key and value [B, KV heads, T, d] of this rank; what follows is the model's own function's business."""
+class _Seen:
+    """An attention module as its attention function is to see it: with the model's config, and its own number of query heads a KV head."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module, self.num_key_value_groups = module, groups
+        self.config = getattr(module.config, "unsplit", module.config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def mapped_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+) -> Any:
+    """query [B, heads, S, d], key and value [B, KV heads, T, d] of this rank; what follows is the model's own function's business.
+
+    Returns the heads' outputs [B, S, heads, d], and the attention weights where that function gives any.
+    """
+    function = own_function(module)
     kv_of = getattr(module, "colrow_heads", None)
-    if kv_of is not None:
+    if kv_of is None:  # here because the module has a config of its own
+        return function(module, query, key, value, mask, **kwargs)
+    if function is not sdpa_attention_forward or kwargs.get("position_bias") is not None:
         index = _index(kv_of, key.device)
-        key, value = key.index_select(1, index), value.index_select(1, index)
-    return own_function(module)(module, query, key, value, *args, **kwargs)
+        return function(_Seen(module, 1), query, key.index_select(1, index), value.index_select(1, index), mask, **kwargs)
+    outputs = []
+    for run in runs(kv_of):
+        heads, kv = slice(run.head, run.head + run.size * run.kv_heads), slice(run.kv, run.kv + run.kv_heads)
+        mine = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
+        outputs.append(function(_Seen(module, run.size), query[:, heads], key[:, kv], value[:, kv], mine, **kwargs)[0])
+    return torch.cat(outputs, 2), None
+
+
+class Run(NamedTuple):
+    """Query heads from `head` on that use `kv_heads` KV heads from `kv` on, `size` consecutive ones each."""
+
+    head: int
+    kv: int
+    size: int
+    kv_heads: int
+
+
+@functools.cache
+def runs(kv_of: tuple[int, ...]) -> tuple[Run, ...]:
+    """The map as few regular runs, in the order of the query heads.
+
+    >>> runs((0, 0, 0, 1, 1)) == (Run(0, 0, 3, 1), Run(3, 1, 2, 1)), runs((0, 0, 1, 1, 2)) == (Run(0, 0, 2, 2), Run(4, 2, 1, 1))
+    (True, True)
+    """
+    out: list[Run] = []
+    head = 0
+    for kv, same in itertools.groupby(kv_of):
+        size = len(list(same))
+        last = out[-1] if out else None
+        if last and last.size == size and kv == last.kv + last.kv_heads:
+            out[-1] = last._replace(kv_heads=last.kv_heads + 1)
+        else:
+            out.append(Run(head, kv, size, 1))
+        head += size
+    return tuple(out)
 
 
 @functools.cache

@@ -1,0 +1,118 @@
+"""The integers of a config as a search space: which there are, what smaller values to try, and a config with other values.
+
+A config is handled as its dict, nested for composite models; nothing here knows what a field means, but for two conventions of
+transformers: `vocab_size` and fields that end in `_token_id`, which must stay below it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+Path = tuple[str, ...]
+State = dict[str, Any]
+
+MOST_OPTIONS = 8
+
+
+class Integers:
+    """`state` is the config as given. States are never changed in place."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._type = type(config)
+        self.state: State = config.to_dict()
+
+    def fields(self, state: State) -> list[Path]:
+        """Every integer of at least 2 that can be a size, in the order of the config."""
+        return [path for path, value in _walk(state) if type(value) is int and value >= 2 and not path[-1].endswith("_token_id")]
+
+    def value(self, state: State, path: Path) -> int:
+        return _at(state, path[:-1])[path[-1]]
+
+    def with_values(self, state: State, values: dict[Path, int]) -> State:
+        """The state with other values; ids of special tokens that no longer exist become the last of the vocabulary."""
+        out = copy.deepcopy(state)
+        for path, value in values.items():
+            _at(out, path[:-1])[path[-1]] = value
+        vocabulary = min((v for path, v in _walk(out) if path[-1] == "vocab_size" and type(v) is int), default=None)
+        if vocabulary is not None:
+            for path, value in list(_walk(out)):
+                if path[-1].endswith("_token_id"):
+                    _at(out, path[:-1])[path[-1]] = _clipped(value, vocabulary - 1)
+        return out
+
+    def with_depth(self, state: State, path: Path, depth: int, layers: Iterable[int]) -> State:
+        """The state with only `layers` of the `depth` layers that `path` counts: lists with one entry a layer are cut alike."""
+        kept = list(layers)
+        out = self.with_values(state, {path: len(kept)})
+        for at, value in list(_walk(out)):
+            if isinstance(value, list) and len(value) == depth:
+                _at(out, at[:-1])[at[-1]] = [value[i] for i in kept]
+        return out
+
+    def per_layer(self, state: State, depth: int) -> list[tuple[str, ...]]:
+        """For each of `depth` layers, what lists of that length in the config say about it."""
+        lists = [value for _, value in _walk(state) if isinstance(value, list) and len(value) == depth]
+        return [tuple(repr(entries[i]) for entries in lists) for i in range(depth)]
+
+    def config(self, state: State) -> PreTrainedConfig:
+        """A config from a state; raises whatever the config's own checks raise."""
+        return self._type.from_dict(copy.deepcopy(state))
+
+    def try_config(self, state: State) -> PreTrainedConfig | None:
+        try:
+            return self.config(state)
+        except Exception:  # configs refuse bad values with errors of any kind
+            return None
+
+    def changes(self, state: State) -> tuple[tuple[str, Any, Any], ...]:
+        """(dotted field, old, new) of the integers that differ."""
+        before = dict(_walk(self.state))
+        return tuple(
+            (".".join(path), before[path], value)
+            for path, value in _walk(state)
+            if type(value) is int and before[path] != value and not path[-1].endswith("_token_id")
+        )
+
+
+def _walk(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from _walk(value, (*path, key)) if all(isinstance(k, str) for k in value) else ()
+        else:
+            yield (*path, key), value
+
+
+def _at(state: State, path: Path) -> State:
+    for key in path:
+        state = state[key]
+    return state
+
+
+def _clipped(value: Any, last: int) -> Any:
+    if isinstance(value, list):
+        return [_clipped(v, last) for v in value]
+    return min(value, last) if type(value) is int else value
+
+
+def candidates(n: int, floor: int, ranks: int) -> list[int]:
+    """Smaller values for a size `n`, ascending, all at least `floor` and at least `ranks`.
+
+    Quotients n / d keep what n divides by; they must divide by the number of ranks if and only if n does. Where n has no small quotient
+    (a prime vocabulary), a number of the same remainder by the ranks and by 2.
+    """
+    least = max(floor, ranks)
+    quotients = sorted(n // d for d in _divisors(n) if d > 1 and n // d >= least and ((n // d) % ranks == 0) == (n % ranks == 0))
+    if not quotients or quotients[0] >= 4 * least:
+        step = math.lcm(2, ranks)
+        alike = least + (n - least) % step
+        quotients = [alike, *quotients] if alike < n else quotients
+    return quotients[:MOST_OPTIONS]
+
+
+def _divisors(n: int) -> set[int]:
+    return {d for small in range(1, math.isqrt(n) + 1) if n % small == 0 for d in (small, n // small)}

@@ -1,0 +1,114 @@
+"""The proof in words: a table of what was compared, then one line that says `equal` or where the first difference is and of what kind.
+
+Plain text of 100 columns for a terminal; colours where the terminal has them are rich's. Not here: HTML (colrow/report).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from .compare import Comparison, Item
+from .trail import Parting
+
+WIDTH = 100
+FORWARD = ("logits", "loss", "decoding", "tokens")
+
+
+@dataclass(frozen=True)
+class Report:
+    """`title`: what was compared. `finding` is empty where all is equal. `notes`: memory, time, what was not measured."""
+
+    title: str
+    comparison: Comparison
+    finding: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        return self.comparison.ok and not self.finding
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.equal else 1
+
+    def text(self, color: bool = False) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=WIDTH, force_terminal=color, no_color=not color, highlight=False)
+        console.print(self.title)
+        console.print(_table(self.comparison))
+        for note in self.notes:
+            console.print(note)
+        console.print(f"[green]equal[/]: {_summary(self.comparison)}" if self.equal else f"[red]different[/]: {self.finding}")
+        return out.getvalue()
+
+
+def _table(comparison: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("compared", "largest difference", "allowed", "", "what"):
+        table.add_column(column, justify="right" if column in ("largest difference", "allowed") else "left", overflow="fold")
+    for kind in comparison.kinds():
+        items, worst = comparison.of(kind), comparison.worst(kind)
+        name = kind if len(items) == 1 else f"{kind} ({len(items)})"
+        exact = worst.tolerance == 0
+        table.add_row(
+            name,
+            "none" if exact and worst.ok else _number(worst.difference),
+            "none" if exact else _number(worst.tolerance),
+            "[green]ok[/]" if all(i.ok for i in items) else f"[red]{worst.verdict}[/]",
+            _what(worst, items),
+        )
+    return table
+
+
+def _what(worst: Item, items: tuple[Item, ...]) -> str:
+    name = worst.name if worst.name not in (worst.kind, "bits") else ""
+    if worst.kind == "collectives" and all(i.ok for i in items):
+        return "; ".join(f"{i.name.replace('_', ' ')} {i.detail.split(',')[0]}" for i in items) + ": as predicted"
+    return ": ".join(filter(None, (name, worst.detail)))
+
+
+def _number(value: float) -> str:
+    return "-" if math.isinf(value) else f"{value:.1e}"
+
+
+def _summary(comparison: Comparison) -> str:
+    parts = []
+    for kind in ("logits", "loss", "gradients", "SGD", "AdamW"):
+        if comparison.of(kind):
+            parts.append(f"{kind} {_number(max(i.difference for i in comparison.of(kind)))}")
+    return "largest differences, relative: " + ", ".join(parts)
+
+
+def describe(comparison: Comparison, find: Callable[[], Parting | None]) -> str:
+    """What is wrong first, and whether it looks like rounding or like a bug. `find` looks for the place, where the forward pass is
+    wrong."""
+    bad = comparison.bad()
+    kind = "looks like a bug" if any(i.verdict == "bug" for i in bad) else "looks like rounding"
+    weights = [i for i in bad if i.kind == "weights"]
+    if weights:
+        return f"the loaded weights: {weights[0].detail}"
+    if any(i.kind in FORWARD for i in bad):
+        place = find()
+        if place:
+            return f"first {place}; {kind}"
+    gradients = [i for i in bad if i.kind == "gradients"]
+    forward = [i for i in bad if i.kind in FORWARD]
+    if gradients and not forward:
+        first = gradients[-1]  # parameters are named from the input on, the backward pass goes the other way
+        return f"the forward pass is right; first on the way back, the gradient of {first.name}: {_how_far(first)}; {kind}"
+    return f"{bad[0].kind}, {_how_far(bad[0])}; {kind}"
+
+
+def _how_far(item: Item) -> str:
+    if item.tolerance == 0 or math.isinf(item.difference):
+        return item.detail or f"{item.difference:g} differ"
+    text = f"{item.name} differs by {item.difference:.1e} of the largest element, {item.tolerance:.1e} is allowed"
+    if item.own_error is not None:
+        text += f", the whole model's own rounding is {item.own_error:.1e}"
+    return text + (f" ({item.detail})" if item.detail else "")

@@ -1,0 +1,196 @@
+"""Is the split model equal to the whole one? On real weights (or a small copy), with real processes, forward and backward.
+
+The whole model runs first, in this process, and leaves its answers in temporary files; then the ranks load their slices and compare
+(evidence.py). Memory: the whole model with gradients and its float64 copy first, then what the ranks need; never both. Not here: the words
+(report.py), models too large for one memory (stream.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..checkpoint import model_dir
+from ..checkpoint.model_dir import ModelFiles
+from ..comm import launch
+from ..comm.group import Group
+from ..comm.local import run_threads
+from ..parallel import build, load
+from ..planning.derive import derive
+from ..planning.plan import Plan
+from . import trail, whole
+from .evidence import Evidence, examine, judge
+from .exercise import Questions, ask, questions
+from .noise import add_noise
+from .precision import ALLOWANCE, FLOOR, computing_in, tolerance
+from .reference import Exact, Reference, exact, gradients_of, in_file, reference
+from .report import Report, describe
+from .shrink import shrink
+
+Progress = Callable[[str], None]
+TOKENS = 16  # greedily decoded
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank needs to make its split model."""
+
+    files: ModelFiles
+    config: PreTrainedConfig
+    plan: Plan
+    dtype: torch.dtype
+
+    def split(self, group: Group) -> PreTrainedModel:
+        model = build.empty(self.config, self.dtype)
+        build.split(model, self.plan, group)
+        source = self.files.source()
+        try:
+            load.from_source(model, source, self.dtype, group.device)
+        finally:
+            source.close()
+        return model.eval()
+
+
+@dataclass(frozen=True)
+class Result:
+    evidence: Evidence
+    transport: str
+    seconds: float
+    peak_bytes: int
+
+
+def verify(
+    files: ModelFiles,
+    ranks: int,
+    weights: Sequence[float] | None = None,
+    dtype: torch.dtype = torch.float32,
+    backend: str = "auto",
+    small: bool = False,
+    train: bool = True,
+    stream: bool = False,
+    plan: Plan | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Compares the model split over `ranks` with itself as a whole. `report.exit_code` is 0 only if they are equal.
+
+    `backend` as in comm.launch, or "threads": ranks as threads of this process. `small`: a small copy of the config with random weights;
+    no weights are read. `train` False leaves out loss, gradients and optimizer steps. `plan`: another plan than the derived one.
+    """
+    say = progress or (lambda text: None)
+    config = files.config()
+    with tempfile.TemporaryDirectory(prefix="colrow-verify-") as name:
+        folder = Path(name)
+        title = f"{files.name} split over {ranks} ranks, {str(dtype).removeprefix('torch.')}"
+        if small:
+            say("searching a small copy")
+            copied = shrink(config, ranks, weights, plan)
+            files, config, plan = _save_copy(copied.config, folder), copied.config, copied.plan
+            title = f"a small copy of {title} ({copied})"
+        plan = plan or derive(config, ranks, weights)
+        task = Task(files, config, plan, dtype)
+        asked = questions(int(config.get_text_config().vocab_size), steps=TOKENS, train=train)
+        say("the whole model")
+        start = time.perf_counter()
+        expected, measured = _whole_answers(task, asked, folder)
+        whole_seconds = time.perf_counter() - start
+        say(f"{ranks} ranks")
+        results: list[Result] = _on_ranks(_rank, task, backend, expected)
+        comparison = judge([r.evidence for r in results])
+        finding = "" if comparison.ok else describe(comparison, lambda: _parting(task, expected, backend))
+    return Report(title, comparison, finding, _notes(task, results, whole_seconds, measured))
+
+
+def _on_ranks(fn: Callable[..., Any], task: Task, backend: str, *args: Any) -> list[Any]:
+    if backend == "threads":
+        return run_threads(fn, task.plan.ranks, task, *args)
+    return launch.run(fn, task.plan.ranks, (task, *args), backend)
+
+
+def _save_copy(config: PreTrainedConfig, folder: Path) -> ModelFiles:
+    """A directory with random weights, as anyone would save it: what reads it is the real loader."""
+    model = whole.build(config, torch.float32)
+    add_noise(model)
+    with whole.quiet():
+        model.save_pretrained(folder / "copy")
+    return model_dir.find(str(folder / "copy"))
+
+
+def _whole_answers(task: Task, asked: Questions, folder: Path) -> tuple[Reference, bool]:
+    """The reference, and whether the whole model's own error was measured. Nothing of the model is left in memory afterwards."""
+    model = whole.load(task.files, task.config, task.dtype)
+    measure = task.dtype is not torch.float64 and _fits_in_float64(model, asked.train)
+    truth = partial(_exact, model, asked) if measure else None
+    found = reference(model, task.plan, asked, in_file(folder / "gradients.safetensors"), truth)
+    del model, truth
+    gc.collect()
+    return found, measure
+
+
+def _exact(model: PreTrainedModel, asked: Questions) -> Exact:
+    """A float64 copy answers; the gradients that `model` holds are not copied along."""
+    gradients = gradients_of(model)
+    model.zero_grad(set_to_none=True)
+    doubled = copy.deepcopy(model).double()
+    for name, grad in gradients.items():
+        model.get_parameter(name).grad = grad
+    return exact(doubled, asked)
+
+
+def _fits_in_float64(model: PreTrainedModel, train: bool) -> bool:
+    """Weights and gradients in float64, and half as much again for what passes through."""
+    needed = 8 * sum(p.numel() for p in model.parameters()) * (2 if train else 1)
+    return psutil.virtual_memory().available > 1.5 * needed
+
+
+def _rank(group: Group, task: Task, expected: Reference) -> Result:
+    start = time.perf_counter()
+    evidence = examine(task.split(group), group, task.plan, expected)
+    return Result(evidence, group.transport.kind, time.perf_counter() - start, _peak_bytes())
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _parting(task: Task, expected: Reference, backend: str) -> trail.Parting | None:
+    """Both models once more, with everything that passes between modules written down, over a few tokens."""
+    asked = expected.asked.briefly()
+    model = whole.load(task.files, task.config, task.dtype)
+    with computing_in(task.dtype), trail.recording(model) as passed:
+        tokens = ask(model, asked).tokens
+    del model
+    found = _on_ranks(_trail, task, backend, asked, tokens)
+    return trail.first_difference(passed, found, task.plan, tolerance(task.dtype, expected.own_error("logits", "logits")))
+
+
+def _trail(group: Group, task: Task, asked: Questions, tokens: tuple[int, ...]) -> trail.Trail:
+    model = task.split(group)
+    with computing_in(task.dtype), trail.recording(model) as found:
+        ask(model, asked, tokens)
+    return found
+
+
+def _notes(task: Task, results: Sequence[Result], whole_seconds: float, measured: bool) -> tuple[str, ...]:
+    gib = 1024**3
+    peaks = ", ".join(f"{r.peak_bytes / gib:.1f}" for r in results)
+    seconds = max(r.seconds for r in results)
+    notes = [f"ranks over {results[0].transport}, {seconds:.1f} s, peak memory {peaks} GiB; whole model {whole_seconds:.1f} s"]
+    if task.dtype is torch.float64:
+        notes.append("float64 throughout, also where the model casts to float32")
+    elif measured:
+        notes.append(f"allowed: {ALLOWANCE:g} times the whole model's own error against float64, at least {FLOOR[task.dtype]:.0e}")
+    else:
+        notes.append("the whole model's own rounding was not measured: its float64 copy does not fit into memory")
+    return tuple(notes)

@@ -1,0 +1,69 @@
+"""The whole model: transformers' own, untouched by colrow. It is the reference for everything."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..checkpoint.model_dir import ModelFiles
+from ..comm.group import single
+from ..parallel import load as split_load
+from ..parallel.state import State
+from ..partition import whole as everything
+from ..planning.plan import Plan, TensorPlan
+from ..planning.trace import model_class
+
+
+def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """In eval mode, on the current default device, with transformers' eager attention: plain products and a softmax, nothing fused."""
+    return model_class(config).from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
+
+
+def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """With its weights. From safetensors and .bin files by transformers' loader, which shares no code with the ranks'.
+
+    A GGUF file is read by colrow's own reader: transformers takes many times longer for it. Tests compare the two readers.
+    """
+    if files.kind != "gguf":
+        options = {"attn_implementation": "eager", "dtype": dtype, "trust_remote_code": files.trust_remote_code, "local_files_only": True}
+        with quiet():
+            return model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval()
+    with torch.device("meta"):
+        model = build(config, dtype)
+    model.colrow = State(_undivided(model), single())  # type: ignore[assignment]  # what the loader reads of a model
+    source = files.source()
+    try:
+        split_load.from_source(model, source, dtype)
+    finally:
+        source.close()
+        del model.colrow
+    return model
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers draws no progress bars within."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _undivided(model: PreTrainedModel) -> Plan:
+    """One rank that holds everything."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    tensors = {
+        first: TensorPlan(first, tuple(model.get_parameter(first).shape), everything(1), "whole", "undivided", aliases=tuple(others))
+        for first, *others in names.values()
+    }
+    return Plan(model.config.model_type, type(model).__name__, 1, tensors)

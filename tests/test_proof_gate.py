@@ -1,0 +1,75 @@
+"""The gate passes what is right, at every degree, and remembers passes of exactly what was tested. What it refuses:
+test_proof_faults.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from colrow.planning.derive import derive
+from colrow.proof import gate, gate_cache
+
+from . import tiny
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
+def test_healthy_models_pass(family, ranks):
+    config = tiny.config(family)
+    result = gate.gate(config, derive(config, ranks))
+    assert not result.cached
+    assert result.comparison.ok
+    assert result.largest < 1e-12
+    assert {"logits", "loss", "decoding", "tokens", "gradients", "SGD", "AdamW", "collectives"} < set(result.comparison.kinds())
+
+
+@pytest.mark.parametrize("ranks", [1, 5, 8])
+def test_other_degrees_pass(ranks):
+    config = tiny.config("llama-tied")
+    assert gate.gate(config, derive(config, ranks)).largest < 1e-12
+
+
+def test_unequal_ranks_pass():
+    config = tiny.config("llama")
+    assert gate.gate(config, derive(config, 2, (3, 1))).comparison.ok
+
+
+def test_a_full_sized_config_is_gated_by_a_small_copy():
+    config = tiny.config("llama", hidden_size=576, intermediate_size=1536, num_hidden_layers=12, head_dim=64, vocab_size=4000)
+    result = gate.gate(config, derive(config, 2))
+    assert result.comparison.ok
+    assert "num_hidden_layers 12 -> 2" in result.copy
+
+
+def test_passes_are_remembered_for_exactly_this_config_and_plan():
+    config = tiny.config("llama")
+    plan = derive(config, 2)
+    first, second = gate.gate(config, plan), gate.gate(config, plan)
+    assert (first.cached, second.cached) == (False, True)
+    assert second.checks == first.checks
+    keys = {
+        gate_cache.key(config, plan),
+        gate_cache.key(config, derive(config, 3)),
+        gate_cache.key(config, replace(plan, regions=plan.regions[1:])),
+        gate_cache.key(tiny.config("llama", rms_norm_eps=1e-3), plan),
+    }
+    assert len(keys) == 4
+
+
+def test_a_damaged_or_unwritable_cache_only_costs_time(tmp_path, monkeypatch):
+    config = tiny.config("llama")
+    plan = derive(config, 2)
+    gate.gate(config, plan)
+    file = next(gate_cache.folder().glob("*.json"))
+    file.write_text('{"copy": ')
+    assert not gate.gate(config, plan).cached
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert not gate.gate(config, plan).cached

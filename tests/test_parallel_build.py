@@ -306,6 +306,8 @@ REFUSED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "unknown op": (region(op="mean_square"), "mean_square"),
     "unknown place": (region(place="middle"), "middle"),
     "unknown input": (region(place="input", arg="nothing"), "no input of this name"),
+    "a region twice": (lambda p: replace(p, regions=(*p.regions, p.regions[0])), "twice"),
+    "a linear layer called split": (lambda p: tensor(p, f"{UP}.bias", partition=Partition(None, ((), ())), role="split"), f"bias of {UP}"),
     "groups with a rank missing": (region(ranks=((0,),)), "each rank once"),
     "gather without a cut": (region(op="gather"), "cannot be gathered"),
     "gather out of order": (region(op="gather", partition=Partition(2, (((4, 8),), ((0, 4),)))), "cannot be gathered"),

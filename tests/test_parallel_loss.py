@@ -113,6 +113,12 @@ def test_columns_that_are_ruled_out() -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_columns_on_two_ranks_are_refused() -> None:
+    logits, labels = example(8)
+    with pytest.raises(UserError, match="counted twice"):
+        parallel_cross_entropy(logits[..., :5], labels, single(), Partition(0, (((0, 5),), ((3, 8),))))
+
+
 def test_every_label_ignored_is_zero_with_zero_gradients() -> None:
     logits, labels = example(7)
     labels[:] = IGNORE

@@ -31,6 +31,13 @@ from ..planning.plan import Attention
 NAME = "colrow"  # of the attention and the mask function in transformers' registries
 
 
+class Heads(NamedTuple):
+    """A rank's map: local query head h uses the local KV head `kv_of[h]`, one of `kv_heads`."""
+
+    kv_of: tuple[int, ...]
+    kv_heads: int
+
+
 def group_size(kv_of: tuple[int, ...], kv_heads: int) -> int | None:
     """How many consecutive query heads each KV head serves, or None where they are not served in equal, ordered runs.
 
@@ -41,19 +48,26 @@ def group_size(kv_of: tuple[int, ...], kv_heads: int) -> int | None:
     return size if kv_of == tuple(kv for kv in range(kv_heads) for _ in range(size)) else None
 
 
+def check(module: nn.Module, entry: Attention) -> None:
+    """UserError where some rank's map cannot be carried out by this kind of attention; asked for all ranks, so that all refuse alike."""
+    for rank in range(entry.query.ranks):
+        size = group_size(entry.local_map(rank), entry.kv.local_size(rank))
+        if size is None:
+            own_function(module)
+        elif size > 1 and not hasattr(module, "num_key_value_groups"):
+            works = "each query head has a KV head of its own"
+            raise UserError(f"{entry.module} cannot be told that {size} query heads share a KV head", type(module).__name__, works)
+
+
 def apply(module: nn.Module, entry: Attention, rank: int) -> None:
-    """Gives an attention module the rank's map from query to KV heads. UserError where its kind of attention cannot take it."""
+    """Gives an attention module the rank's map from query to KV heads, which `check` has passed."""
     kv_of = entry.local_map(rank)
     size = group_size(kv_of, entry.kv.local_size(rank))
     if size is None:
-        own_function(module)
-        module.colrow_heads = kv_of  # type: ignore[assignment]
+        module.colrow_heads = Heads(kv_of, entry.kv.local_size(rank))  # type: ignore[assignment]
         route(module)
     if hasattr(module, "num_key_value_groups"):
-        module.num_key_value_groups = size or 1  # type: ignore[assignment]  # 1: mapped_attention hands over as many KV heads as query heads
-    elif size not in (None, 1):
-        works = "each query head has a KV head of its own"
-        raise UserError(f"{entry.module} cannot be told that {size} query heads share a KV head", type(module).__name__, works)
+        module.num_key_value_groups = size or 1  # type: ignore[assignment]  # 1: no function may group irregular heads by itself
 
 
 def route(module: nn.Module) -> None:
@@ -91,17 +105,21 @@ def mapped_attention(
     Returns the heads' outputs [B, S, heads, d], and the attention weights where that function gives any.
     """
     function = own_function(module)
-    kv_of = getattr(module, "colrow_heads", None)
-    if kv_of is None:  # here because the module has a config of its own
+    heads: Heads | None = getattr(module, "colrow_heads", None)
+    if heads is None:  # here because the module has a config of its own
         return function(module, query, key, value, mask, **kwargs)
+    kv_of = heads.kv_of
+    if (query.shape[1], key.shape[1]) != (len(kv_of), heads.kv_heads):
+        found, planned = f"{query.shape[1]} query and {key.shape[1]} KV heads", f"{len(kv_of)} and {heads.kv_heads}"
+        raise UserError(f"{type(module).__name__} hands other heads to its attention than the plan's", found, planned)
     if function is not sdpa_attention_forward or kwargs.get("position_bias") is not None:
         index = _index(kv_of, key.device)
         return function(_Seen(module, 1), query, key.index_select(1, index), value.index_select(1, index), mask, **kwargs)
     outputs = []
     for run in runs(kv_of):
-        heads, kv = slice(run.head, run.head + run.size * run.kv_heads), slice(run.kv, run.kv + run.kv_heads)
-        mine = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
-        outputs.append(function(_Seen(module, run.size), query[:, heads], key[:, kv], value[:, kv], mine, **kwargs)[0])
+        mine, kv = slice(run.head, run.head + run.size * run.kv_heads), slice(run.kv, run.kv + run.kv_heads)
+        seen = mask if mask is None or mask.shape[1] == 1 else mask[:, mine]
+        outputs.append(function(_Seen(module, run.size), query[:, mine], key[:, kv], value[:, kv], seen, **kwargs)[0])
     return torch.cat(outputs, 2), None
 
 

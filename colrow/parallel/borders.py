@@ -78,11 +78,11 @@ def _on_input(module: nn.Module, arg: str, change: Change) -> Callable[..., Any]
     name = names[position]
 
     def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        if name in kwargs and isinstance(kwargs[name], torch.Tensor):
+        if kwargs.get(name) is not None:
             return args, {**kwargs, name: change(kwargs[name])}
-        if position < len(args) and isinstance(args[position], torch.Tensor):
+        if position < len(args) and args[position] is not None:
             return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
-        return None
+        return None  # an optional input that this call does not have
 
     return hook
 

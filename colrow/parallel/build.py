@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
-from ..planning.plan import Edit, Plan
+from ..planning.plan import Edit, Plan, Region
 from ..planning.trace import model_class
 from . import attention, borders, dropout, embedding, generate, gradients, head, linear, save
 from .check import check, reduces
@@ -59,7 +59,7 @@ def split(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
     for heads in plan.attention:
         attention.apply(model.get_submodule(heads.module), heads, group.rank)
     for region in plan.regions:
-        if not (region.op == "reduce" and region.place == "output" and region.module in reduced):
+        if region not in reduced:
             borders.install(model, state, region)
     state.sums = gradients.install(model, plan, group)
     borders.forget_copies(model, state)
@@ -78,8 +78,8 @@ def _slice(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
         parameter.grad = None
 
 
-def _change_layers(model: nn.Module, plan: Plan, group: Group) -> set[str]:
-    """Gives each layer with a cut weight its class. Returns the modules that add up their own output."""
+def _change_layers(model: nn.Module, plan: Plan, group: Group) -> set[Region]:
+    """Gives each layer with a cut weight its class. Returns the regions that these layers carry out themselves."""
     reduced = set()
     for name, entry in plan.names():
         path, _, key = name.rpartition(".")
@@ -99,7 +99,7 @@ def _change_layers(model: nn.Module, plan: Plan, group: Group) -> set[str]:
         else:
             continue
         if region is not None:
-            reduced.add(path)
+            reduced.add(region)
     return reduced
 
 

@@ -17,6 +17,7 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
 from ..planning.plan import Attention, Edit, Plan, Region, TensorPlan
+from . import attention
 from .embedding import check_vocab
 from .linear import OUTPUT_DIM
 
@@ -34,6 +35,8 @@ def check(model: nn.Module, plan: Plan, group: Group) -> None:
         _check_tensor(model, plan, entry)
     for region in plan.regions:
         _check_region(model, plan, region)
+        if plan.regions.count(region) > 1:
+            raise UserError("the plan names a region twice", region.name, "each once")
     for edit in plan.edits:
         _check_edit(model, plan, edit)
     for heads in plan.attention:
@@ -72,9 +75,9 @@ def _check_tensor(model: nn.Module, plan: Plan, entry: TensorPlan) -> None:
 
 
 def _check_cut(plan: Plan, module: nn.Module, name: str, key: str, entry: TensorPlan) -> None:
-    """A cut must be one that the layer's class can carry out; "split" parameters are used as they are by the module that holds them."""
+    """A cut must be one that the layer's class can carry out; other modules use a "split" parameter as they would the whole one."""
     cut, kind = entry.partition, type(module)
-    if cut.dim is None or entry.role == "split":
+    if cut.dim is None or (entry.role == "split" and kind not in (*OUTPUT_DIM, nn.Embedding)):
         return
     if kind in OUTPUT_DIM and key == "weight":
         column = cut.dim == OUTPUT_DIM[kind]
@@ -146,7 +149,7 @@ def _check_edit(model: nn.Module, plan: Plan, edit: Edit) -> None:
 
 
 def _check_attention(model: nn.Module, plan: Plan, heads: Attention) -> None:
-    _module(model, heads.module, "an attention entry")
+    module = _module(model, heads.module, "an attention entry")
     if {heads.query.ranks, heads.kv.ranks} != {plan.ranks} or heads.query.size != len(heads.kv_of):
         found = f"{heads.query.size} heads on {heads.query.ranks} ranks, a map of {len(heads.kv_of)}"
         raise UserError(f"the heads of {heads.module} do not fit", found, "one KV head for each query head, all ranks")
@@ -155,3 +158,4 @@ def _check_attention(model: nn.Module, plan: Plan, heads: Attention) -> None:
             heads.local_map(rank)
     except ValueError as error:
         raise UserError("the plan's heads cannot be carried out", str(error), "each query head with its KV head") from error
+    attention.check(module, heads)

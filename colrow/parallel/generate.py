@@ -56,7 +56,8 @@ def install(model: nn.Module, state: State) -> None:
         return
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        for settings in (kwargs, vars(kwargs.get("generation_config") or model.generation_config)):
+        given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
+        for settings in (kwargs, vars(given or model.generation_config)):
             if settings.get("max_time") is not None:
                 raise UserError("max_time lets each rank stop by its own clock", settings["max_time"], "max_new_tokens")
         kwargs.setdefault("disable_compile", True)  # a step has collectives in it, which a compiler cannot see through

@@ -47,6 +47,8 @@ def parallel_cross_entropy(
         found = f"{local_logits.shape[-1]} columns on rank {group.rank}"
         works = f"{width} columns, as inside colrow.sharded_logits(model)"
         raise UserError("the parallel loss takes the rank's slice of the logits", found, works)
+    if partition.shared():
+        raise UserError("columns of the logits lie on two ranks and would be counted twice", partition.pieces, "each on one rank")
     if local_logits.shape[:-1] != labels.shape:
         found = f"{tuple(local_logits.shape)} and {tuple(labels.shape)}"
         raise UserError("logits and labels differ in shape", found, "one label for each row")

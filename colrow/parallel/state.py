@@ -72,7 +72,7 @@ class State:
 
 def is_head(region: Region) -> bool:
     """Whether the region makes the whole model's logits from the ranks' slices."""
-    return region.op == "gather" and region.module == "" and region.place == "output"
+    return (region.op, region.module, region.place, region.arg) == ("gather", "", "output", "logits")
 
 
 def state_of(model: nn.Module) -> State:

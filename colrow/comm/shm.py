@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from ..errors import RankError
+from ..errors import RankError, UserError
 from .group import Call
-from .shm_setup import Mapping, Rendezvous, exchange_over, share
+from .shm_setup import Mapping, Rendezvous, ShmUnavailable, exchange_over, share
 
 SLOT_BYTES = 1 << 19  # two per rank; larger payloads go through in pieces of this size, which stay in the cache
 DEADLINE = 600.0  # seconds
@@ -191,7 +191,10 @@ class ShmTransport:
             for _ in range(2):
                 exchange({})
             return None
-        mapping = share(ranks.index(self.rank), len(ranks), self.mapping.slot_bytes, exchange)
+        try:
+            mapping = share(ranks.index(self.rank), len(ranks), self.mapping.slot_bytes, exchange)
+        except ShmUnavailable as error:
+            raise UserError(f"ranks {list(ranks)} cannot share memory among themselves: {error}", works="gloo") from None
         sub = ShmTransport(mapping, ranks.index(self.rank), self.deadline)
         sub.one_shot_limit = self.one_shot_limit
         return sub

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import time
 from pathlib import Path
@@ -237,6 +238,37 @@ def test_too_little_memory_is_one_line_on_every_rank() -> None:
             assert end.error == "ShmUnavailable"
             assert "rank 0: 3 ranks need" in end.text
             assert "are available" in end.text
+
+
+def short_of(transport: ShmTransport, what: str, rank: int) -> str:
+    """One rank may not have more address space, open files or large files: a second mapping fails on all, a third works."""
+    kind = getattr(resource, f"RLIMIT_{what}")
+    before = resource.getrlimit(kind)
+    now = {"AS": int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + (1 << 20), "NOFILE": 3, "FSIZE": 4096}[what]
+    call = Call("object", "again")
+
+    def exchange(value: dict[str, Any]) -> list[dict[str, Any]]:
+        return transport.gather_objects(value, call)
+
+    if transport.rank == rank:
+        resource.setrlimit(kind, (now, before[1]))
+    with pytest.raises(shm_setup.ShmUnavailable) as caught:
+        shm_setup.share(transport.rank, 3, 4 << 20, exchange)
+    resource.setrlimit(kind, before)
+    again = ShmTransport(shm_setup.share(transport.rank, 3, 4096, exchange), transport.rank, 10.0)
+    assert hardly_any(again) == [3.0]
+    again.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "rank", "says"),
+    [("AS", 1, "24.0 MiB of shared memory could not be mapped"), ("NOFILE", 0, "Too many open files"), ("FSIZE", 0, "File too large")],
+)
+def test_a_limit_on_one_rank_is_told_to_all(what: str, rank: int, says: str) -> None:
+    first, *others = run_ranks(short_of, 3, what, rank)
+    assert f"rank {rank}: {says}" in first
+    assert others == [first, first]
 
 
 def hardly_any(transport: ShmTransport) -> list[float]:

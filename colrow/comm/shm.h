@@ -17,6 +17,10 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the low half of a step number must be its first four bytes: a futex looks at those"
+#endif
+
 #define CR_MAGIC 0x636f6c726f773031ull /* "colrow01": layout version included */
 #define CR_LINE 128                    /* two cache lines: the adjacent-line prefetcher must not couple ranks */
 #define CR_NAME 168                    /* bytes of a call site's name that peers can read, with its ending zero */

@@ -13,7 +13,12 @@
 
 #include "shm.h"
 
-#if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) && !defined(COLROW_BASELINE)
+#ifdef __clang__
+#define CR_CAN_CLONE (__clang_major__ >= 17)
+#else
+#define CR_CAN_CLONE (__GNUC__ >= 12)
+#endif
+#if defined(__x86_64__) && defined(__GLIBC__) && CR_CAN_CLONE && !defined(__SANITIZE_THREAD__)
 #define SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define SIMD

@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "falcon": {"multi_query": True, "num_key_value_heads": None, "head_dim": None},
     "gptj": {"n_embd": 48, "n_head": 6, "n_layer": 2, "rotary_dim": 4},
     "bert": {},
+    "albert": {"embedding_size": 24},
     "t5": {"d_model": 48, "d_kv": 8, "num_heads": 6, "d_ff": 40, "num_layers": 2},
     "mamba2": {"num_heads": 12, "state_size": 16, "n_groups": 1, "chunk_size": 4},
 }
@@ -73,3 +74,18 @@ def test_every_model_gets_a_plan_that_replays(name: str) -> None:
     zero = ("k_proj.bias", "key.bias")  # the gradient of a key's bias is 0: softmax does not feel what is added to all scores
     wrong = {n: x for n, x in {**report.outputs, **report.gradients}.items() if x > 1e-9 and not n.endswith(zero)}
     assert not wrong
+
+
+def test_ints_of_a_modules_config_become_edits() -> None:
+    """Phi-3 cuts q, k and v apart at self.config.num_attention_heads * head_dim, and goes on from there."""
+    plan = derive(config("phi3"), 4)
+    edits = {e.attribute: e.values for e in plan.edits if e.module == "model.layers.0.self_attn"}
+    assert edits == {"config.num_attention_heads": (2, 2, 1, 1), "num_key_value_heads": (1, 2, 1, 1)}
+    assert plan.tensor("model.layers.0.self_attn.qkv_proj.weight").partition.pieces[1] == ((16, 32), (48, 80))
+
+
+def test_a_module_that_runs_twice_has_each_region_once() -> None:
+    plan = derive(config("albert"), 2)
+    names = [(r.name, r.op) for r in plan.regions]
+    assert len(names) == len(set(names))
+    assert sum(op == "reduce" for _, op in names) == 3

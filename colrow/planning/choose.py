@@ -17,7 +17,7 @@ from .edits import Uses
 from .factors import Dim, Node, leaves, resolve, size
 from .graph import Graph
 from .plan import Edit
-from .sums import APPLIER, Capabilities, Flow, forward
+from .sums import APPLIER, Capabilities, Flow, Problem, forward
 
 WORTH = 2.0
 """A cut is made where cost (elements per token) times hidden size is at most this many times the parameter elements it saves."""
@@ -82,10 +82,12 @@ class _Chooser:
         possible = self._drop_lonely_lookups(possible)
         possible.sort(key=lambda a: -a.gain / max(a.cost, 1e-9))
         accepted: list[Accepted] = []
+        taken: dict[Node, Accepted] = {}
         for found in possible:
-            rival = next((a for a in accepted if self._meet(found.cut.leaves, a.cut.leaves)), None)
+            rival = self._rival(found.cut.leaves, taken)
             if rival is None:
                 accepted.append(found)
+                taken.update((leaf, found) for leaf in found.cut.leaves)
             elif not set(found.candidate.leaves) & set(rival.candidate.leaves):
                 self._reject(found.candidate, f"it meets an axis of {prod(n.size for n in rival.cut.leaves)} that is cut")
         return self._together(accepted)
@@ -153,17 +155,29 @@ class _Chooser:
             if alone is not None:
                 return f"{self.graph.trace.where(self.graph.op(alone))} sums over KV heads of which some lie on two ranks"
         gradients = backward(self.graph, flow)
-        if gradients.problems:
-            return str(gradients.problems[0])
+        problems = gradients.problems or self._differing(flow, gradients)
+        if problems:
+            return str(problems[0])
         cuts = Cuts(self.ranks, [cut])
         try:
             for v in {v for leaf in cut.leaves for v in self.graph.values_with(leaf)}:
                 if not self._in_attention_only(v):
                     cuts.partition(self.graph.axes.dims[v])
-            _, problems = self.uses.solve(cuts)
+            problems = self.uses.solve(cuts)[1]
         except CutError as e:
             return str(e)
         return str(problems[0]) if problems else ""
+
+    def _differing(self, flow: Flow, gradients: Gradients) -> list[Problem]:
+        """A module that runs several times has one set of hooks: what happens at its borders must be the same in every run."""
+        borders = [("g", b) for b in flow.reduced.values()] + [("f", b) for bs in gradients.copies.values() for b in bs]
+        calls = self.graph.trace.calls
+        present = {(op, b.call, b.place, b.arg) for op, b in borders}
+        for op, b in borders:
+            module = calls[b.call].module
+            if any((op, c, b.place, b.arg) not in present for c in self.graph.calls_of[module]):
+                return [Problem(module, op, "would be needed in some of the runs of this module only")]
+        return []
 
     def _in_attention_only(self, value: int) -> bool:
         """Made inside an attention function, whose axes the applier's own function handles."""
@@ -181,17 +195,16 @@ class _Chooser:
     def _twice(self, leaf: Node) -> bool:
         return any(_count(self.graph.axes.dims[v], {leaf}) > 1 for v in self.graph.values_with(leaf))
 
-    def _meet(self, one: tuple[Node, ...], other: tuple[Node, ...]) -> bool:
-        """Two cuts meet in one tensor, other than in different segments of it."""
-        if set(one) & set(other):
-            return True
-        both = set(one) | set(other)
-        for v in {v for leaf in one for v in self.graph.values_with(leaf)}:
-            if not self.graph.leaves[v].isdisjoint(other):
-                dims = self.graph.axes.dims[v]
-                if _count(dims, both) > max(_count(dims, set(one)), _count(dims, set(other))):
-                    return True
-        return False
+    def _rival(self, mine: tuple[Node, ...], taken: dict[Node, Accepted]) -> Accepted | None:
+        """The accepted cut that meets these leaves in one tensor, other than in different segments of it."""
+        for v in {v for leaf in mine for v in self.graph.values_with(leaf)}:
+            for leaf in self.graph.leaves[v]:
+                if leaf not in taken:
+                    continue
+                other, dims = set(taken[leaf].cut.leaves), self.graph.axes.dims[v]
+                if _count(dims, other | set(mine)) > max(_count(dims, set(mine)), _count(dims, other)):
+                    return taken[leaf]
+        return None
 
     def _gain(self, nodes: Sequence[Node]) -> float:
         """Parameter elements that contain one of the leaves."""
@@ -242,7 +255,7 @@ class _Chooser:
             flow = forward(self.graph, cuts.leaves, self.can)
             gradients = backward(self.graph, flow) if not flow.problems else Gradients()
             edits, problems = self.uses.solve(cuts) if not flow.problems else ([], [])
-            trouble = [*flow.problems, *gradients.problems, *problems]
+            trouble = [*flow.problems, *gradients.problems, *self._differing(flow, gradients), *problems]
             if not trouble:
                 return Choice(self.graph, cuts, flow, gradients, edits, accepted, self.rejected)
             self._reject(accepted.pop().candidate, str(trouble[0]))

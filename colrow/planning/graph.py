@@ -137,6 +137,13 @@ class Graph:
         return out
 
     @cached_property
+    def calls_of(self) -> dict[str, list[int]]:
+        out: dict[str, list[int]] = defaultdict(list)
+        for call in self.trace.calls:
+            out[call.module].append(call.index)
+        return out
+
+    @cached_property
     def owned(self) -> dict[str, list[str]]:
         """Module path -> its own parameters, aliases under their own path too."""
         out: dict[str, list[str]] = defaultdict(list)

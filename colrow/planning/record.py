@@ -1,4 +1,4 @@
-"""How a forward pass is caught: a dispatch mode for ops, a function mode for integers and list indices, hooks for module borders.
+"""How a forward pass is caught: a dispatch mode for ops, hooks for module borders, and a function mode for integers (sizes.py).
 
 Three things make plain meta tensors enough. Host reads (`bool(mask.all())`) are answered from the op that made the value. Ops on constants
 are also run on the CPU, so their content is known. Index lists written in the code (`x[..., [-2], :]`) become slices, whose meaning does
@@ -8,21 +8,21 @@ marks it.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .ints import Expr, Tracked, expression
+from .ints import Expr, Tracked
+from .sizes import IntReader
 from .trace import BATCH, LENGTH, SOURCE_LENGTH, AttentionCall, Call, IntUse, Op, Ref, Trace, TraceError, Value
 
 THROUGH_INTERFACE, EAGER = "colrow_trace", "eager"
@@ -145,6 +145,13 @@ class Recorder(TorchDispatchMode):
     def where(self) -> str:
         return (self.calls[self.open[-1]].module if self.open else "") or "model"
 
+    def know(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
+        """The content of a tensor that the code writes out."""
+        self.values[self.value(tensor)].update(constant=True, data=content)
+
+    def use(self, function: str, tensor: torch.Tensor, dim: int, expr: Expr) -> None:
+        self.int_uses.append(IntUse(len(self.ops) - 1, self.open[-1] if self.open else 0, function, self.value(tensor), dim, expr))
+
     def enter(self, module: str, inputs: dict[str, int]) -> None:
         parent = self.open[-1] if self.open else None
         self.calls.append(Call(len(self.calls), module, parent, inputs, {}, len(self.ops), len(self.ops)))
@@ -153,134 +160,6 @@ class Recorder(TorchDispatchMode):
     def leave(self, outputs: dict[str, int]) -> None:
         call = self.calls[self.open.pop()]
         call.outputs, call.last = outputs, len(self.ops)
-
-
-class IntReader(TorchFunctionMode):
-    """Sees the integers that the model's code gives to torch functions, before they lose their origin, and rewrites list indices."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__getitem__" and isinstance(args[0], torch.Tensor):
-            args = (args[0], _as_slices(args[1]))
-        out = func(*args, **kwargs)
-        if name in ("__get__", "size") and isinstance(out, torch.Size | int) and not isinstance(out, bool):
-            return self._tracked_sizes(func, name, args, kwargs, out)
-        if name in ("tensor", "as_tensor") and isinstance(out, torch.Tensor) and out.device.type == "meta":
-            self._literal(func, out, args, kwargs)
-        elif name in _SIZES:
-            for tensor, dim, number in _SIZES[name](args, kwargs, out):
-                self._use(name, tensor, dim, expression(number))
-        return out
-
-    def _tracked_sizes(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> Any:
-        tensor = args[0]
-        if name == "__get__" and not isinstance(out, torch.Size):
-            return out
-        at = self.recorder.value(tensor)
-        if isinstance(out, torch.Size):
-            return torch.Size([Tracked.of(n, ("size", at, d)) for d, n in enumerate(out)])
-        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-        return Tracked.of(out, ("size", at, dim % tensor.dim()))
-
-    def _literal(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
-        try:
-            content = func(*args, **{**kwargs, "device": "cpu"})
-        except (RuntimeError, TypeError, NotImplementedError):
-            return
-        self.recorder.values[self.recorder.value(out)].update(constant=True, data=content)
-
-    def _use(self, function: str, tensor: torch.Tensor, dim: int, expr: Expr) -> None:
-        r = self.recorder
-        r.int_uses.append(IntUse(len(r.ops) - 1, r.open[-1] if r.open else 0, function, r.value(tensor), dim, expr))
-
-
-def _as_slices(index: Any) -> Any:
-    """Lists of consecutive ints in an index, as slices: the same elements, and no tensor of unknown content."""
-    if isinstance(index, tuple):
-        return tuple(_as_slices(i) for i in index)
-    numbers = isinstance(index, list) and bool(index) and all(type(i) is int for i in index)
-    if numbers and all(b == a + 1 for a, b in pairwise(index)):
-        return slice(index[0], None if index[-1] == -1 else index[-1] + 1)
-    return index
-
-
-def _flat(sizes: Any) -> list[int]:
-    sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], list | tuple) else sizes
-    return [s for s in sizes if isinstance(s, int)]
-
-
-def _output_sizes(args: Any, kwargs: Any, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """view, reshape, expand: the given sizes are those of the result; -1 fixes nothing."""
-    sizes = _flat(args[1:]) or _flat((kwargs.get("shape") or kwargs.get("size") or (),))
-    if len(sizes) == out.dim():
-        yield from ((out, d, n) for d, n in enumerate(sizes) if n != -1)
-
-
-def _factory_sizes(args: Any, kwargs: Any, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, int]]:
-    sizes = _flat(args) or _flat((kwargs.get("size") or (),))
-    if len(sizes) == out.dim():
-        yield from ((out, d, n) for d, n in enumerate(sizes))
-
-
-def _split_sizes(args: Any, kwargs: Any, outs: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
-    sizes = args[1] if len(args) > 1 else kwargs.get("split_size_or_sections", kwargs.get("split_size"))
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    each = sizes if isinstance(sizes, list | tuple) else [sizes] * len(outs)
-    for out, n in zip(outs, each, strict=True):
-        if out.shape[dim] == n:  # the last piece may be what is left over
-            yield out, dim % out.dim(), n
-
-
-def _unflatten_sizes(args: Any, kwargs: Any, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, int]]:
-    dim = (args[1] if len(args) > 1 else kwargs["dim"]) % args[0].dim()
-    sizes = args[2] if len(args) > 2 else kwargs["sizes"]
-    yield from ((out, dim + i, n) for i, n in enumerate(sizes) if n != -1)
-
-
-def _narrow_size(args: Any, kwargs: Any, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, int]]:
-    dim, length = (args[1], args[3]) if len(args) > 3 else (kwargs.get("dim", 0), kwargs.get("length", out.shape[0]))
-    yield out, dim % out.dim(), length
-
-
-def _slice_bounds(args: Any, kwargs: Any, out: torch.Tensor) -> Iterator[tuple[torch.Tensor, int, int]]:
-    """x[..., a:b]: a result that is shorter than x was cut by an int of the code, whichever of the bounds it is."""
-    source, index = args
-    index = index if isinstance(index, tuple) else (index,)
-    if not all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in index):
-        return
-    used = sum(1 for i in index if i is not None and i is not Ellipsis)
-    dim_in = dim_out = 0
-    for i in index:
-        if i is Ellipsis:
-            skip = source.dim() - used
-            dim_in, dim_out = dim_in + skip, dim_out + skip
-        elif i is None:
-            dim_out += 1
-        elif isinstance(i, int):
-            dim_in += 1
-        else:
-            if i.step in (None, 1) and out.shape[dim_out] != source.shape[dim_in]:
-                start = i.start if i.start is not None else 0
-                stop = i.stop if i.stop is not None else Tracked.of(source.shape[dim_in], ("int", source.shape[dim_in]))
-                yield out, dim_out, stop - start if stop >= 0 and start >= 0 else out.shape[dim_out]
-            dim_in, dim_out = dim_in + 1, dim_out + 1
-
-
-_SIZES: dict[str, Callable[[Any, Any, Any], Iterator[tuple[torch.Tensor, int, int]]]] = {
-    **dict.fromkeys(("view", "reshape", "expand", "broadcast_to"), _output_sizes),
-    **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn"), _factory_sizes),
-    **dict.fromkeys(("split", "split_with_sizes"), _split_sizes),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty"), _output_sizes),
-    "full": lambda args, kwargs, out: _factory_sizes(args[:1], kwargs, out),
-    "unflatten": _unflatten_sizes,
-    "narrow": _narrow_size,
-    "__getitem__": _slice_bounds,
-}
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -355,11 +234,25 @@ def _hook(model: PreTrainedModel, r: Recorder, stack: ExitStack) -> dict[tuple[s
             module.register_forward_hook(after, with_kwargs=True),
         ):
             stack.callback(handle.remove)
-        for name, number in list(vars(module).items()):
-            if type(number) is int and number > 1:
-                attributes[path, name] = number
-                vars(module)[name] = Tracked.of(number, ("attribute", path, name))
+        attributes.update(_track(path, module))
     return attributes
+
+
+def _track(path: str, module: torch.nn.Module) -> dict[tuple[str, str], int]:
+    """Give a module tracked ints, and a config of its own with tracked ints (a whole model keeps its config)."""
+    found: dict[tuple[str, str], int] = {}
+    config = vars(module).get("config")
+    if isinstance(config, PreTrainedConfig) and not isinstance(module, PreTrainedModel):
+        vars(module)["config"] = config = copy.copy(config)
+        owners: list[tuple[str, Any]] = [("", module), ("config.", config)]
+    else:
+        owners = [("", module)]
+    for prefix, owner in owners:
+        for name, number in list(vars(owner).items()):
+            if type(number) is int and number > 1 and not name.startswith("_"):
+                found[path, prefix + name] = number
+                vars(owner)[name] = Tracked.of(number, ("attribute", path, prefix + name))
+    return found
 
 
 def record(model: PreTrainedModel, bypasses: bool) -> Trace:

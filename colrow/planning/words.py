@@ -165,7 +165,7 @@ class _Words:
             last = Partition((cut.dim or 0) - len(self.graph.axes.dims[b.value]), cut.pieces)  # counted from the end
             out.append((b, self.region(b, "gather", "every rank makes its own slice; whole for callers", last)))
         out.sort(key=lambda pair: self._position(pair[0]))
-        return tuple(region for _, region in out)
+        return tuple({(r.module, r.place, r.arg, r.op): r for _, r in reversed(out)}.values())[::-1]  # one for all runs of a module
 
     def _position(self, border: Border) -> tuple[int, int]:
         call = self.trace.calls[border.call]

@@ -231,6 +231,27 @@ def test_logits_are_whole_by_default_and_slices_inside() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_attentions_and_hidden_states_are_the_whole_models(name: str) -> None:
+    at = whole(case(name))
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    with torch.no_grad():
+        expected = at.model(at.ids, **asked)
+
+    def task(group: Group, model: Any) -> Any:
+        with torch.no_grad():
+            found = model(at.ids, **asked)
+            group.counters.reset()
+            model(at.ids)
+        assert not [n for _, _, n in group.counters.sites if n.endswith("attentions")], "gathered only where asked for"
+        return found
+
+    for found in ask_split(at, hand_plan(at.config, 4), task):
+        for key in ("attentions", "hidden_states"):
+            assert len(found[key]) == len(expected[key])
+            assert all((a - b).abs().max() <= 1e-6 for a, b in zip(found[key], expected[key], strict=True)), key
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_models_own_loss(name: str) -> None:
     """`.loss` beside transformers', which computes it in float32 whatever the logits are."""
     at = whole(case(name))

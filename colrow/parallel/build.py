@@ -5,7 +5,7 @@
 
 Parameters keep their names and stay the same objects (tied ones stay tied, an optimizer made before keeps its hold); their data becomes the
 rank's piece. `model.colrow` is the State. generate, caches, save_pretrained and checkpoint names keep working because the modules are still
-there. `output_attentions` gives the rank's own heads; a split model cannot be deep-copied (copy the whole one).
+there. A split model cannot be deep-copied (copy the whole one).
 
 Not here: deciding anything (the plan does), reading files, proving that the result is right (proof/).
 """

@@ -2,7 +2,8 @@
 
 * `.logits` is whole, as wide as the vocabulary, so that anything written for transformers works;
 * inside `sharded_logits(model)` it is the rank's slice, and nothing is gathered (the engine, the trainer);
-* `.loss` is computed from the slices and needs no whole logits: pass `labels` as always.
+* `.loss` is computed from the slices and needs no whole logits: pass `labels` as always;
+* `.attentions`, where asked for, are those of all heads. The cache is the rank's own.
 
 The loss is transformers' own (`num_items_in_batch`, `ignore_index`, `shift_labels`), computed by loss.py. A training loop that does not
 read the logits should run inside `sharded_logits`, which spares their gather.
@@ -19,9 +20,11 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from ..comm import regions
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
+from ..planning.plan import Attention
 from .loss import parallel_cross_entropy
 from .state import State, state_of
 
@@ -41,10 +44,27 @@ def sharded_logits(model: nn.Module) -> Iterator[None]:
 
 def install(model: nn.Module, state: State) -> None:
     """Replaces the loss of a model whose head is cut. Losses that are not known to work on slices refuse with UserError when called."""
+    if state.group.size > 1 and state.plan.attention:
+        model.register_forward_hook(lambda _, __, output: _whole_attentions(output, state))
     region = state.head
     if region is None or region.partition is None or not hasattr(type(model), "loss_function"):
         return
     model.loss_function = parallel_loss(model.loss_function, state.group, region.partition)  # type: ignore[assignment,arg-type]
+
+
+def _whole_attentions(output: Any, state: State) -> Any:
+    """[B, rank's heads, S, T] of each layer become [B, heads, S, T], in a ModelOutput whose attentions are those of the plan's modules."""
+    weights = output.get("attentions") if isinstance(output, dict) else None
+    entries = state.plan.attention
+    if weights and len(weights) == len(entries) and all(isinstance(w, torch.Tensor) for w in weights):
+        output["attentions"] = tuple(_whole_heads(w, entry, state) for w, entry in zip(weights, entries, strict=True))
+    return output
+
+
+def _whole_heads(weights: torch.Tensor, entry: Attention, state: State) -> torch.Tensor:
+    sizes = [entry.query.local_size(rank) for rank in range(state.group.size)]
+    beside = regions.gather_from(weights, state.group, f"{entry.module}.attentions", 1, sizes)
+    return Partition(1, entry.query.pieces).merge(beside.split(sizes, 1))
 
 
 def parallel_loss(original: Loss, group: Group, partition: Partition) -> Loss:

@@ -95,6 +95,26 @@ def counted(g: Group) -> dict[tuple[str, str], tuple[int, int, int]]:
     return {(op, name): (t.calls, t.logical_bytes, t.moved_bytes) for (_, op, name), t in g.counters.sites.items()}
 
 
+def without_shared_memory(g: Group, path: str) -> list[str]:
+    """The ranks meet once more where shared memory cannot be had: what connects them, or what they are told."""
+    from torch.distributed import FileStore
+
+    from colrow.comm import dist, shm_setup
+    from colrow.comm.shm import ShmTransport
+
+    def refuse(*_: Any, **__: Any) -> ShmTransport:
+        raise shm_setup.ShmUnavailable("no memory on this host")
+
+    ShmTransport.create = refuse  # type: ignore[method-assign]
+    found = [dist.join_ranks(g.rank, g.size, FileStore(path, g.size), "auto").transport.kind]
+    for backend, one_host in (("shm", True), ("shm", False), ("nccl", True)):
+        try:
+            dist.join_ranks(g.rank, g.size, FileStore(path, g.size), backend, one_host=one_host)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
 def steps(g: Group, count: int) -> Iterator[tuple[int, int]]:
     for step in range(count):
         yield g.rank, step + collectives.broadcast_object(step if g.rank == 0 else None, g, "step")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from colrow.comm import launch
 from colrow.comm.ranks import Ranks, share_of_cores
@@ -56,11 +57,14 @@ def session(leader: int) -> list[int]:
     return found
 
 
-def all_gone(pids: list[int], seconds: float = SECONDS) -> bool:
-    until = time.monotonic() + seconds
+def all_gone(pids: list[int]) -> bool:
+    until = time.monotonic() + SECONDS
     while time.monotonic() < until and not all(map(gone, pids)):
         time.sleep(0.05)
-    return all(map(gone, pids))
+    left = [pid for pid in pids if not gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)  # a failing test leaves nothing behind either
+    return not left
 
 
 def ranks_left() -> list[int]:
@@ -128,6 +132,23 @@ def test_one_rank_runs_here() -> None:
 
 def os_pid(g: object) -> int:
     return os.getpid()
+
+
+@pytest.mark.process
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL is taken where there are GPUs")
+def test_gloo_where_memory_cannot_be_shared_and_a_line_that_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = launch.spawn(comm_ranks.without_shared_memory, 2, (str(tmp_path / "store"),), "shm")
+    assert found == [
+        [
+            "gloo",
+            "the ranks cannot share memory, got no memory on this host; try: --backend gloo",
+            "the ranks cannot share memory, got several hosts; try: --backend gloo",
+            f"NCCL needs one GPU per rank and rank {rank} has none, got 0 GPUs; try: --backend gloo",
+        ]
+        for rank in range(2)
+    ]
+    line = "colrow: ranks talk over gloo, since they cannot share memory: no memory on this host"
+    assert [found for found in capfd.readouterr().err.splitlines() if "colrow" in found] == [line]
 
 
 # ---- failures ----
@@ -265,7 +286,11 @@ class Program:
             os.killpg(self.process.pid, number)
         else:
             self.process.send_signal(number)
-        _, text = self.process.communicate(timeout=30)
+        try:
+            _, text = self.process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
         return self.process.returncode, text, time.monotonic() - start
 
 

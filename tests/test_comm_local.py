@@ -44,6 +44,25 @@ def test_a_rank_that_skips_a_collective_is_named_at_once() -> None:
     assert time.monotonic() - start < 60  # of a deadline of 600
 
 
+def test_it_is_named_even_while_a_third_rank_still_computes() -> None:
+    seen: list[bool] = []
+    computed: list[bool] = []
+
+    def work(g: Group) -> None:
+        if g.rank == 2:
+            time.sleep(1.0)
+            computed.append(True)
+        if g.rank == 0:
+            try:
+                collectives.barrier(g, "not for 1")
+            finally:
+                seen.append(bool(computed))
+
+    with pytest.raises(RankError, match="rank 1 ended without it"):
+        local.run_threads(work, 3)
+    assert seen == [False]
+
+
 def test_ranks_that_wait_in_different_groups_are_named() -> None:
     def work(g: Group) -> None:
         pair = g.sub((0, 1))

@@ -118,7 +118,7 @@ class Ranks:
         process = context.Process(target=child.main, args=(start, *given), name=f"rank {rank}")
         process.start()
         self._processes.append(process)
-        self._ends.append(os.pidfd_open(process.pid or 0))  # multiprocessing's sentinel stays silent while a child of the rank lives
+        self._ends.append(_end_of(process))
         for pipe in given:  # now only the rank holds them: they break when it ends
             if pipe is not None:
                 pipe.close()
@@ -207,6 +207,14 @@ def _stdin_for(rank: int) -> connection.Connection | None:
         return connection.Connection(os.dup(0), writable=False) if rank == 0 else None
     except OSError:  # this process has no standard input
         return None
+
+
+def _end_of(process: Any) -> int:
+    """A file that becomes readable when the process has ended."""
+    try:
+        return os.pidfd_open(process.pid)
+    except OSError:  # an old kernel; the sentinel, a pipe, stays silent while a child of the rank holds it open
+        return os.dup(process.sentinel)
 
 
 def _tells_of_peers(failure: child.Failure | None) -> bool:

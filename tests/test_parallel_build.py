@@ -186,6 +186,21 @@ def test_dropout_is_refused_in_training_only() -> None:
     assert "self_attn with 0.2" in ask_split(heads, hand_plan(heads.config, 2), task)[0]
 
 
+def test_adapters_added_after_the_split_are_refused_in_training_only() -> None:
+    """Their gradients would be parts on each rank, and nothing would tell."""
+    at = whole(case("llama"))
+
+    def task(group: Group, model: Any) -> None:
+        base = model.lm_head
+        model.lm_head = nn.Sequential(base, nn.Linear(base.out_features, base.out_features, dtype=torch.float64))
+        with torch.no_grad():
+            model(at.ids)
+        with pytest.raises(UserError, match=r"added after the split.*lm_head"):
+            model(at.ids)
+
+    ask_split(at, hand_plan(at.config, 2), task)
+
+
 def test_under_autocast() -> None:
     """bfloat16 products between float32 parameters: near the whole model under the same autocast."""
     at = whole(case("llama-bias"))

@@ -1,3 +1,62 @@
-"""colrow: tensor parallelism for any Hugging Face transformer, with the proof that the split model equals the whole one."""
+"""colrow: tensor parallelism for any Hugging Face transformer, with the proof that the split model equals the whole one.
+
+The public names are imported when they are first used, so that `import colrow` and `colrow --help` are quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import init, load, open_engine, parallelize, plan, spawn, verify
+    from .comm.group import Group
+    from .engine.engine import Engine
+    from .engine.settings import Sampling
+    from .errors import ColrowError, RankError, UserError
+    from .parallel.head import sharded_logits
+    from .planning.plan import Plan
 
 __version__ = "0.1.0"
+
+_PLACES = {
+    "ColrowError": "errors",
+    "Engine": "engine.engine",
+    "Group": "comm.group",
+    "Plan": "planning.plan",
+    "RankError": "errors",
+    "Sampling": "engine.settings",
+    "UserError": "errors",
+    "init": "api",
+    "load": "api",
+    "open_engine": "api",
+    "parallelize": "api",
+    "plan": "api",
+    "sharded_logits": "parallel.head",
+    "spawn": "api",
+    "verify": "api",
+}
+__all__ = [
+    "ColrowError",
+    "Engine",
+    "Group",
+    "Plan",
+    "RankError",
+    "Sampling",
+    "UserError",
+    "init",
+    "load",
+    "open_engine",
+    "parallelize",
+    "plan",
+    "sharded_logits",
+    "spawn",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'colrow' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_PLACES[name]}", __name__), name)
+    return value

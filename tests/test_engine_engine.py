@@ -19,7 +19,7 @@ from colrow.errors import UserError
 from tests import tiny
 from tests.test_engine_text import byte_level
 
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 
 
 def model() -> Any:
@@ -88,9 +88,11 @@ def test_prompts_of_all_kinds() -> None:
     with pytest.raises(UserError, match="no chat template"):
         encode(tokenizer, [{"role": "user", "content": "x"}])
     tokenizer.chat_template = TEMPLATE
-    assert bytes(encode(tokenizer, "ab")) == b"[user]ab[bot]"
+    assert bytes(encode(tokenizer, "ab")) == b"[user]ab[assistant]"
     assert bytes(encode(tokenizer, "ab", raw=True)) == b"ab"
-    assert bytes(encode(tokenizer, [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])) == b"[system]s[user]u[bot]"
+    assert (
+        bytes(encode(tokenizer, [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])) == b"[system]s[user]u[assistant]"
+    )
     with pytest.raises(UserError, match="needs a tokenizer"):
         encode(None, "ab")
 

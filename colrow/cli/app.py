@@ -1,0 +1,158 @@
+"""The commands. Each parses its options, refuses what cannot work before a process is started, calls one function and prints.
+
+Only typer is imported at the top, so that `--help` and mistakes are quick; torch and transformers come with the command that needs them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..checkpoint.model_dir import find
+from ..engine.settings import Sampling, check_dtype
+from ..errors import UserError
+from . import show
+from .job import Opening, Wish
+from .options import at_least_1, degree, read_plan, read_split
+
+app = typer.Typer(
+    name="colrow",
+    help="Split any Hugging Face transformer over several devices with tensor parallelism, and prove that it is still the same model.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file, a hub name, or demo.")]
+Tp = Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", help="Number of ranks to split over.", show_default="1")]
+Split = Annotated[str | None, typer.Option(help="Unequal ranks: their shares, such as 3,1.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by colrow plan --json; nothing is derived.")]
+Dtype = Annotated[str, typer.Option(help="auto (that of the files; float32 for GGUF), float32, bfloat16, float16, float64.")]
+Backend = Annotated[str, typer.Option(help="How ranks are connected: auto, shm, gloo, nccl.")]
+Gate = Annotated[bool, typer.Option("--gate/--no-gate", help="Prove the plan on a small copy before weights are read.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
+MaxNew = Annotated[int | None, typer.Option("--max-new-tokens", "-n", help="Stop after so many tokens.", show_default="the context")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that have this probability together.")]
+MinP = Annotated[float, typer.Option(help="Draw from tokens with at least this share of the likeliest one's probability.")]
+Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: tokens that occurred are less likely.")]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same text, at any --tp.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text appears. May be given several times.")]
+
+
+@app.command()
+def plan(
+    model: Model,
+    tp: Tp = None,
+    split: Split = None,
+    why: Annotated[str | None, typer.Option(help="Explain one parameter, by its name.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")] = None,
+    plan_file: PlanFile = None,
+    dtype: Dtype = "auto",
+    trust_remote_code: Trust = False,
+) -> None:
+    """Show how MODEL is split, and why. Reads no weights: a directory with a config.json is enough.
+
+    Example: colrow plan demo --tp 2
+    """
+    shares, given = read_split(split), read_plan(plan_file)
+    ranks, files = degree(tp, shares, given), find(model, trust_remote_code)
+    from . import plan as command
+
+    command.show(files, ranks, shares, given, why, json_file, check_dtype(dtype))
+
+
+@app.command()
+def verify(
+    model: Model,
+    tp: Tp = None,
+    split: Split = None,
+    plan_file: PlanFile = None,
+    small: Annotated[bool, typer.Option("--small", help="Compare a small copy with random weights; reads no weights.")] = False,
+    stream: Annotated[bool, typer.Option("--stream", help="Layer by layer, for a model that fits into no single memory.")] = False,
+    train: Annotated[bool, typer.Option("--train/--no-train", help="Also loss, gradients and optimizer steps.")] = True,
+    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    backend: Backend = "auto",
+    trust_remote_code: Trust = False,
+) -> None:
+    """Prove that the split model equals the whole one, forward and backward. Exits with 0 only if it does.
+
+    Example: colrow verify demo --tp 2
+    """
+    shares, given = read_split(split), read_plan(plan_file)
+    ranks, files = degree(tp, shares, given), find(model, trust_remote_code)
+    from . import verify as command
+
+    what = {"small": small, "stream": stream, "train": train, "backend": backend}
+    raise typer.Exit(command.show(files, ranks, shares, given, check_dtype(dtype), what))
+
+
+@app.command()
+def run(
+    model: Model,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue or to answer.")],
+    tp: Tp = None,
+    max_new_tokens: MaxNew = None,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = 0,
+    stop: Stop = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = False,
+    split: Split = None,
+    plan_file: PlanFile = None,
+    dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    gate: Gate = True,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Generate text. Models with a chat template answer, others continue; then a short account on standard error.
+
+    Example: colrow run demo --tp 2 -p "What is the capital of France?"
+    """
+    started = time.time()
+    shares, given = read_split(split), read_plan(plan_file)
+    ranks = degree(tp, shares, given)
+    wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens), tuple(stop or ()), raw)
+    if not prompt:
+        raise UserError("the prompt is empty", works='-p "Once upon a time"')
+    opening = Opening(find(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
+    show.run(ranks, backend, opening, prompt, wish)
+
+
+@app.command()
+def chat(
+    model: Model,
+    tp: Tp = None,
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    max_new_tokens: MaxNew = None,
+    temperature: Temperature = 0.7,
+    top_k: TopK = 0,
+    top_p: TopP = 0.9,
+    min_p: MinP = 0.0,
+    repetition_penalty: Penalty = 1.0,
+    seed: Seed = 0,
+    split: Split = None,
+    plan_file: PlanFile = None,
+    dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    gate: Gate = True,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Talk with a model in the terminal. An empty line or Ctrl-D ends the conversation.
+
+    Example: colrow chat demo --tp 2
+    """
+    started = time.time()
+    shares, given = read_split(split), read_plan(plan_file)
+    ranks = degree(tp, shares, given)
+    wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens))
+    opening = Opening(find(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
+    show.chat(ranks, backend, opening, system, wish)

@@ -1,0 +1,61 @@
+"""Job: what `run` and `chat` ask of the ranks, and what the ranks tell while they do it. Data only: the parent makes jobs before it imports
+torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..checkpoint.model_dir import ModelFiles
+from ..engine.settings import Sampling
+
+if TYPE_CHECKING:
+    from ..engine.account import RankMemory, Traffic
+    from ..planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a model is opened. `started`: when the command was given, in seconds since the epoch."""
+
+    files: ModelFiles
+    started: float
+    split: tuple[float, ...] = ()
+    plan: Plan | None = None
+    dtype: str = "auto"
+    gate: bool = True
+
+
+@dataclass(frozen=True)
+class Wish:
+    """How text is made."""
+
+    sampling: Sampling = field(default_factory=Sampling)
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    raw: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the start has begun, or come further: `done` of `total` elements."""
+
+    name: str
+    done: int = 0
+    total: int = 0
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a generation cost. `first_token`: seconds from the command to the first token; `prefill`: of it, those for the prompt itself."""
+
+    memory: tuple[RankMemory, ...]
+    stages: tuple[tuple[str, float], ...]
+    gate: str
+    warnings: tuple[str, ...]
+    first_token: float
+    prefill: float
+    prompt_tokens: int
+    new_tokens: int
+    rate: float | None
+    traffic: Traffic | None

@@ -1,0 +1,62 @@
+"""Options that several commands share, read and checked before anything is started."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+
+
+def read_split(text: str | None) -> tuple[float, ...]:
+    """ "3,1" -> (3.0, 1.0); () where there is none."""
+    if text is None:
+        return ()
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError("split must be numbers with commas between them", text, "--split 3,1") from None
+
+
+def read_plan(path: Path | None) -> Plan | None:
+    """The plan in the file; None where there is none."""
+    if path is None:
+        return None
+    from ..planning.plan import Plan
+
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("the plan cannot be read", f"{path}: {error}", "a file that colrow plan MODEL --json FILE wrote") from error
+
+
+def degree(tp: int | None, split: tuple[float, ...], plan: Plan | None) -> int:
+    """The number of ranks: --tp, else what --split, --plan or torchrun say, else 1. UserError where they contradict each other."""
+    world = os.environ.get("WORLD_SIZE", "")
+    said = {
+        "--tp": tp,
+        "--split": len(split) or None,
+        "--plan": plan.ranks if plan is not None else None,
+        "torchrun": int(world) if world.isdecimal() and "RANK" in os.environ else None,
+    }
+    given = {name: ranks for name, ranks in said.items() if ranks is not None}
+    if len(set(given.values())) > 1:
+        words = " and ".join(f"{name} {ranks}" for name, ranks in given.items())
+        other = next(ranks for name, ranks in given.items() if name != "--tp")
+        raise UserError("the number of ranks is given twice, differently", words, f"--tp {other}")
+    ranks = next(iter(given.values()), 1)
+    if ranks < 1:
+        raise UserError("tp must be at least 1", ranks, "--tp 2")
+    if split and (min(split) < 0 or sum(split) <= 0):
+        raise UserError("the shares of split must be at least 0, not all 0", ",".join(f"{w:g}" for w in split), "--split 3,1")
+    return ranks
+
+
+def at_least_1(max_new_tokens: int | None) -> int | None:
+    if max_new_tokens is not None and max_new_tokens < 1:
+        raise UserError("max-new-tokens must be at least 1", max_new_tokens, "--max-new-tokens 100")
+    return max_new_tokens

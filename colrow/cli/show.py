@@ -1,0 +1,79 @@
+"""`run` and `chat` as the user sees them: starts the ranks, shows what comes from them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..comm import launch
+from ..errors import UserError
+from .job import Account, Opening, Stage, Wish
+from .screen import Screen, account_lines, note, say
+
+IMPORTS = ("colrow.cli.run", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")  # while this process imports torch
+
+Stream = Callable[..., Iterator[Any]]
+"""stream(fn, *args): what `fn(group, *args)` yields on rank 0."""
+
+
+def run(ranks: int, backend: str, opening: Opening, prompt: str, wish: Wish) -> None:
+    account: Account | None = None
+    with Screen() as screen, _ranks(ranks, backend, screen) as stream:
+        from . import run as on_ranks
+
+        for item in stream(on_ranks.run, opening, prompt, wish):
+            if isinstance(item, Stage):
+                screen.show(item.name, item.done, item.total)
+            elif isinstance(item, str):
+                screen.clear()
+                say(item, end="")
+            else:
+                account = item
+                say()
+    for line in account_lines(account) if account is not None else ():
+        note(line)
+
+
+def chat(ranks: int, backend: str, opening: Opening, system: str, wish: Wish) -> None:
+    if launch.under_torchrun():
+        raise UserError("a conversation needs a terminal, which torchrun does not give to its ranks", works="colrow chat MODEL --tp N")
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    with Screen() as screen, _ranks(ranks, backend, screen) as stream:
+        from . import run as on_ranks
+
+        for stage in stream(on_ranks.open_chat, opening):
+            screen.show(stage.name, stage.done, stage.total)
+        screen.clear()
+        note("An empty line or Ctrl-D ends the conversation.")
+        while text := _ask():
+            messages.append({"role": "user", "content": text})
+            answer = ""
+            for piece in stream(on_ranks.turn, messages, wish):
+                answer += piece
+                say(piece, end="")
+            say()
+            messages.append({"role": "assistant", "content": answer})
+
+
+def _ask() -> str:
+    """What the user types; "" at the end. The prompt goes to standard error, so that standard output has the answers alone."""
+    print("> ", end="", file=sys.stderr, flush=True)
+    try:
+        return input().strip()
+    except EOFError:
+        return ""
+
+
+@contextmanager
+def _ranks(size: int, backend: str, screen: Screen) -> Iterator[Stream]:
+    """Ranks for one or several jobs: processes that are started now, those of torchrun, or for one rank this process."""
+    if size == 1 or launch.under_torchrun():
+        yield lambda fn, *args: launch.stream(fn, size, args, backend)
+        return
+    from ..comm.ranks import Ranks
+
+    screen.show("start")
+    with Ranks(size, backend, IMPORTS) as ranks:
+        yield lambda fn, *args: ranks.stream(fn, args)

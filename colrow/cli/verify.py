@@ -1,0 +1,21 @@
+"""`colrow verify`: runs the proof and shows its report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ..api import the_dtype
+from ..checkpoint.model_dir import ModelFiles
+from ..planning.plan import Plan
+from ..proof.verify import verify
+from .screen import Screen, say
+
+
+def show(files: ModelFiles, ranks: int, split: Sequence[float], plan: Plan | None, dtype: str, what: dict[str, Any]) -> int:
+    """The exit code: 0 if the two models are equal. `what`: small, stream, train, backend."""
+    with Screen() as screen:
+        report = verify(files, ranks, tuple(split) or None, the_dtype(dtype), plan=plan, progress=screen.show, **what)
+    say(report.text(color=sys.stdout.isatty()), end="")
+    return report.exit_code

@@ -1,0 +1,103 @@
+"""Wrong input to the commands: one line on standard error, exit code 2, nothing started; help is quick."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from colrow.__main__ import main
+from colrow.cli.options import degree, read_split
+from colrow.cli.screen import Screen
+from colrow.cli.units import nbytes
+from colrow.errors import UserError
+from tests import tiny
+
+RUN = ["run", "demo", "-p", "x"]
+WRONG = {
+    "tp 0": ([*RUN, "--tp", "0"], "tp must be at least 1, got 0; try: --tp 2"),
+    "tp -3": ([*RUN, "--tensor-parallel-size", "-3"], "tp must be at least 1"),
+    "tp that is no number": ([*RUN, "--tp", "two"], "'--tp'"),
+    "split that is no list": ([*RUN, "--split", "3;1"], "split must be numbers"),
+    "split of another size": ([*RUN, "--tp", "3", "--split", "3,1"], "--tp 3 and --split 2"),
+    "split of nothing": ([*RUN, "--split", "0,0"], "not all 0"),
+    "negative split": ([*RUN, "--split", "3,-1"], "at least 0"),
+    "temperature": ([*RUN, "--temperature", "-1"], "temperature must be"),
+    "top-p": ([*RUN, "--top-p", "0"], "top-p must lie in (0, 1]"),
+    "top-k": ([*RUN, "--top-k", "-1"], "top-k must be at least 0"),
+    "dtype": ([*RUN, "--dtype", "int4"], "no such dtype, got int4"),
+    "no new tokens": ([*RUN, "--max-new-tokens", "0"], "max-new-tokens must be at least 1"),
+    "empty prompt": (["run", "demo", "-p", ""], "the prompt is empty"),
+    "no prompt": (["run", "demo"], "'--prompt'"),
+    "no model": (["run", "-p", "x"], "MODEL"),
+    "unknown option": ([*RUN, "--frobnicate"], "No such option: --frobnicate"),
+    "unknown command": (["frobnicate"], "No such command 'frobnicate'"),
+    "no such file": (["run", "/nowhere/model", "-p", "x"], "no such file or directory, got /nowhere/model"),
+    "no plan file": ([*RUN, "--plan", "/nowhere/plan.json"], "the plan cannot be read"),
+    "no backend": ([*RUN, "--tp", "2", "--backend", "pigeon"], "got pigeon"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("colrow: ")
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_a_directory_without_a_config_and_a_broken_plan(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    assert main(["plan", str(tmp_path), "--tp", "2"]) == 2
+    assert "no config.json" in capsys.readouterr().err
+    (tmp_path / "plan.json").write_text('{"version": 99}')
+    assert main([*RUN, "--plan", str(tmp_path / "plan.json")]) == 2
+    assert "version 99" in capsys.readouterr().err
+
+
+def test_the_number_of_ranks_comes_from_where_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert degree(None, (), None) == 1
+    assert degree(4, (), None) == 4
+    assert degree(None, (3.0, 1.0), None) == 2
+    assert degree(2, (3.0, 1.0), None) == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert degree(None, (), None) == 3
+    with pytest.raises(UserError, match="--tp 2 and torchrun 3"):
+        degree(2, (), None)
+    assert read_split("3, 1") == (3.0, 1.0)
+
+
+def test_bytes_in_words() -> None:
+    assert [nbytes(n) for n in (0, 512, 1536, 141_557_760, 3 * 1024**3)] == ["0 B", "512 B", "1.50 KiB", "135 MiB", "3.00 GiB"]
+
+
+def test_progress_is_silent_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Screen() as screen:
+        screen.show("load", 1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.process
+def test_help_and_mistakes_import_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; from colrow.__main__ import main\n"
+        "codes = [main(a) for a in (['--help'], ['run', '--help'], ['run', 'demo', '-p', 'x', '--tp', '0'], ['run', '/no', '-p', 'x'])]\n"
+        "print(codes, [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[0, 0, 2, 2] []", done.stderr
+    assert "Example: colrow run demo --tp 2" in done.stdout
+
+
+def test_public_names_are_there() -> None:
+    import colrow
+
+    assert all(getattr(colrow, name) is not None for name in colrow.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = colrow.nothing
+    assert colrow.Sampling(temperature=0).greedy
+    assert tiny.config("llama").vocab_size == 101

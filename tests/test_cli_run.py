@@ -1,0 +1,175 @@
+"""The commands on a small saved model: run, chat, plan; on one rank here, on several in real processes."""
+
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from colrow.__main__ import main
+from colrow.comm.group import single
+from colrow.engine.engine import Engine
+from tests import tiny
+from tests.test_engine_engine import TEMPLATE
+from tests.test_engine_text import byte_level
+
+CONFIG = {"vocab_size": 257, "eos_token_id": 256, "max_position_embeddings": 512}
+PROMPT = ["-p", "Hello", "-n", "24", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory):
+    """Passes of the gate are remembered for these tests alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A base model: no chat template."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny.whole(tiny.config("llama", **CONFIG), attention="sdpa").float().save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same with a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    tiny.whole(tiny.config("llama", **CONFIG), attention="sdpa").float().save_pretrained(folder)
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def expected(prompt: str, count: int = 24) -> str:
+    whole = tiny.whole(tiny.config("llama", **CONFIG), attention="sdpa").float()
+    return Engine(whole, single(), byte_level()).complete([prompt], max_new_tokens=count, raw=True)[0]
+
+
+def colrow(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "colrow", *arguments], input=stdin, capture_output=True, text=True)
+
+
+def test_run_on_one_rank(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", model, *PROMPT]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected("Hello") + "\n"
+    for word in ("rank 0: ", " parameters", "load ", "24 new", "tokens/s", "after the command", "5 prompt tokens"):
+        assert word in err
+
+
+def test_instruct_models_answer_unless_raw(talker: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", talker, *PROMPT]) == 0
+    assert capsys.readouterr().out == expected("[user]Hello[assistant]") + "\n"
+    assert main(["run", talker, *PROMPT, "--raw"]) == 0
+    assert capsys.readouterr().out == expected("Hello") + "\n"
+
+
+def test_a_stop_string_ends_the_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = expected("Hello")
+    assert main(["run", model, *PROMPT, "--stop", whole[6:9]]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(whole[6:9])] + "\n"
+
+
+def test_a_prompt_that_does_not_fit_is_one_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", model, "-p", "x" * 600]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert (
+        err
+        == "colrow: the prompt does not fit into the model's context of 512 tokens, got 600 tokens; try: a prompt of at most 511 tokens\n"
+    )
+
+
+def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.config("llama", **CONFIG).save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--tp", "2", "--dtype", "float32", "--json", str(tmp_path / "plan.json")]) == 0
+    out, _ = capsys.readouterr()
+    for word in ("down_proj", "rank 0: ", "rank 1: ", " of KV cache a token", "collectives a token: 5"):
+        assert word in out
+    assert main(["plan", str(tmp_path), "--plan", str(tmp_path / "plan.json"), "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out == out
+    assert main(["plan", str(tmp_path), "--tp", "2", "--why", "model.layers.0.mlp.down_proj.weight"]) == 0
+    assert "down_proj" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--tp", "2", "--why", "model.layers.0.mlp.up"]) == 2
+    assert main(["run", str(tmp_path), "-p", "x"]) == 2
+    assert "no weights" in capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("options", [["--tp", "3", "--backend", "gloo"], ["--split", "3,1"]], ids=" ".join)
+def test_ranks_give_the_same_text_and_count_what_was_predicted(model: str, options: list[str]) -> None:
+    done = colrow("run", model, *PROMPT, *options)
+    assert (done.returncode, done.stdout) == (0, expected("Hello") + "\n"), done.stderr
+    assert "as predicted" in done.stderr
+    assert "NOT as predicted" not in done.stderr
+    assert "rank 1: " in done.stderr
+
+
+@pytest.mark.process
+def test_sampling_is_the_same_at_any_degree(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*PROMPT, "--temperature", "1.2", "--top-p", "0.9", "--seed", "11"]
+    assert main(["run", model, *options]) == 0
+    text = capsys.readouterr().out
+    assert colrow("run", model, *options, "--tp", "2").stdout == text != expected("Hello") + "\n"
+
+
+CHAT = ["--temperature", "0", "-n", "12", "--dtype", "float32"]
+TYPED = "Hi\nAnd?\n\nnot read\n"
+
+
+def answers() -> str:
+    first = expected("[user]Hi[assistant]", 12)
+    return f"{first}\n{expected(f'[user]Hi[assistant]{first}[user]And?[assistant]', 12)}\n"
+
+
+def test_a_conversation_on_one_rank(talker: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TYPED))
+    assert main(["chat", talker, *CHAT]) == 0
+    assert capsys.readouterr().out == answers()
+
+
+@pytest.mark.process
+def test_a_conversation_on_two(talker: str) -> None:
+    done = colrow("chat", talker, "--tp", "2", *CHAT, stdin=TYPED)
+    assert (done.returncode, done.stdout) == (0, answers()), done.stderr
+
+
+@pytest.mark.process
+def test_a_mistake_found_by_the_ranks_is_one_line(model: str, tmp_path: Path) -> None:
+    for file in Path(model).iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    done = colrow("run", str(tmp_path), *PROMPT, "--tp", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "model.safetensors" in done.stderr
+
+
+@pytest.mark.process
+def test_ctrl_c_while_text_appears_ends_everything(model: str) -> None:
+    command = [sys.executable, "-m", "colrow", "run", model, "-p", "Hello", "--tp", "2", "--temperature", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1)  # the first text
+        ranks = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        process.wait(20)
+        err = process.stderr.read() if process.stderr else ""
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "colrow: interrupted"
+    until = time.monotonic() + 5
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not [p for p in ranks if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]

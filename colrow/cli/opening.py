@@ -6,9 +6,10 @@ The ranks' functions are generators: what rank 0 yields goes to the parent, whic
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TypeVar
 
 from .. import api
@@ -44,17 +45,27 @@ def open_engine(group: Group, opening: Opening, stages: Stages) -> Generator[Sta
 
 
 def told(work: Callable[[Callable[[Stage], None]], T]) -> Generator[Stage, None, T]:
-    """Runs `work(tell)` on a thread, yields what it tells (of one stage not too often), and returns its result."""
+    """Runs `work(tell)` on a thread, yields what it tells (of one stage not too often), and returns its result.
+
+    The thread does not keep the process alive: Ctrl-C in the middle of it ends everything at once.
+    """
     items: queue.SimpleQueue[Stage | None] = queue.SimpleQueue()
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work, items.put)
-        future.add_done_callback(lambda _: items.put(None))
-        name, at = "", 0.0
-        while (stage := items.get()) is not None:
-            if stage.name != name or time.monotonic() - at > SECONDS:
-                name, at = stage.name, time.monotonic()
-                yield stage
-        return future.result()
+    outcome: Future[T] = Future()
+
+    def target() -> None:
+        try:
+            outcome.set_result(work(items.put))
+        except BaseException as error:  # raised again where the result is asked for
+            outcome.set_exception(error)
+        items.put(None)
+
+    threading.Thread(target=target, name="opening", daemon=True).start()
+    name, at = "", 0.0
+    while (stage := items.get()) is not None:
+        if stage.name != name or time.monotonic() - at > SECONDS:
+            name, at = stage.name, time.monotonic()
+            yield stage
+    return outcome.result()
 
 
 def account_of(engine: Engine, opening: Opening, sampling: Sampling, stages: Stages) -> Account:

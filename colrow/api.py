@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .comm import launch
 from .comm.decide import on_rank_0
@@ -85,11 +85,11 @@ def load(
     stages.results["plan"] = chosen
     with stages("load"):
         whole = empty if empty is not None else build.empty(config, wanted)
-        part = build.split(whole, chosen, group)
+        part = cast("PreTrainedModel", build.split(whole, chosen, group))
         warnings = from_source(part, source, wanted, group.device, progress)
         source.close()
     stages.results["warnings"] = warnings
-    return part.eval()  # type: ignore[return-value]
+    return part.eval()
 
 
 def open_engine(model: str | ModelFiles, group: Group, **options: Any) -> Engine:
@@ -115,7 +115,7 @@ def parallelize(model: PreTrainedModel, group: Group, plan: Plan | None = None, 
     chosen = on_rank_0(lambda: plan or derive(model.config, group.size), group, "parallelize.plan")
     if gate:
         on_rank_0(lambda: str(prove(model.config, chosen)), group, "parallelize.gate")
-    return build.parallelize(model, chosen, group)  # type: ignore[return-value]
+    return cast("PreTrainedModel", build.parallelize(model, chosen, group))
 
 
 def verify(model: str | ModelFiles, tp: int, split: Sequence[float] | None = None, dtype: str = "float32", **options: Any) -> Report:

@@ -29,7 +29,7 @@ def show(
     if why is not None:
         say(plan.why(why))
         return
-    say(str(plan))
+    say(f"{plan}\n")
     for line in costs(plan, the_dtype(dtype, config).itemsize):
         say(line)
 
@@ -37,12 +37,11 @@ def show(
 def costs(plan: Plan, dtype_bytes: int) -> list[str]:
     """Memory of each rank and collectives of a token, in words."""
     parameters, cache = cost.parameter_bytes(plan, dtype_bytes), cost.cache_bytes_per_token(plan, dtype_bytes)
-    lines = [
-        f"rank {rank}: {nbytes(held)} of parameters, {nbytes(kept)} of KV cache a token"
-        for rank, (held, kept) in enumerate(zip(parameters, cache, strict=True))
-    ]
-    found = cost.predict(plan, 1, 1, "decode", dtype_bytes, whole_logits=False)
-    calls, size = sum(p.calls for p in found), sum(p.logical_bytes for p in found)
+    lines = [f"in memory, at {dtype_bytes} bytes an element"]
+    for rank, (held, kept) in enumerate(zip(parameters, cache, strict=True)):
+        lines.append(f"  rank {rank}: {nbytes(held)} of parameters, {nbytes(kept)} of KV cache a token")
     if plan.ranks > 1:
-        lines.append(f"collectives a token: {calls}, of {nbytes(size)} together, and two small ones to choose the next token")
+        found = cost.predict(plan, 1, 1, "decode", dtype_bytes, whole_logits=False)
+        calls, size = sum(p.calls for p in found), sum(p.logical_bytes for p in found)
+        lines += ["", f"collectives a token: {calls}, of {nbytes(size)} together, and two small ones to choose the next token"]
     return lines

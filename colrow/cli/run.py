@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from .opening import account_of, open_engine
 
 def run(group: Group, opening: Opening, prompt: str, wish: Wish) -> Iterator[Stage | str | Account]:
     """Stages of the start, then pieces of text, then the account."""
-    stages = Stages()
+    stages = Stages(seconds={"start": time.time() - opening.started})
     engine = yield from open_engine(group, opening, stages)
     yield Stage("prompt")
     for chunk in engine.stream([prompt], wish.sampling, wish.max_new_tokens, wish.stop, raw=wish.raw):

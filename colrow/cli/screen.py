@@ -71,14 +71,14 @@ def account_lines(account: Account) -> Iterable[str]:
     for m in account.memory:
         words = f"rank {m.rank}: {nbytes(m.resident)} resident, {nbytes(m.parameters)} of it parameters"
         yield _line("memory" if m.rank == 0 else "", words)
-    yield _line("start", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in account.stages))
+    yield _line("opening", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in account.stages))
     yield _line("gate", account.gate.removeprefix("gate: "))
     words = f"{account.first_token:.1f} s after the command, {account.prefill:.2f} s of it for {account.prompt_tokens} prompt tokens"
     yield _line("first token", words)
     rate = f", {account.rate:.1f} tokens/s after the first" if account.rate is not None else ""
     yield _line("tokens", f"{account.new_tokens} new{rate}")
-    if account.traffic is not None:
-        t = account.traffic
+    t = account.traffic
+    if t is not None and (t.calls or t.predicted_calls):
         verdict = "as predicted" if t.equal else f"NOT as predicted ({', '.join(t.differing[:3])})"
         counted = f"{t.calls:g} of {nbytes(t.logical_bytes)} together a token counted"
         yield _line("collectives", f"{counted}; {t.predicted_calls:g} of {nbytes(t.predicted_bytes)} predicted: {verdict}")

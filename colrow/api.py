@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 from .comm import launch
+from .comm.collectives import barrier
 from .comm.decide import on_rank_0
 from .comm.group import Group, single
 from .engine.settings import check_dtype
@@ -73,9 +74,8 @@ def load(
         config = files.config()
         wanted = the_dtype(dtype, config)
         source = files.source()
-    # The other ranks use the time in which rank 0 plans.
-    empty = build.empty(config, wanted) if group.rank else None
     with stages("plan"):
+        barrier(group, "load.start")  # ranks may be threads: none may touch a model while rank 0 traces one
         chosen = on_rank_0(lambda: plan or derive(config, group.size, weights), group, "load.plan")
         if chosen.ranks != group.size:
             raise UserError(f"the plan is for {chosen.ranks} ranks", group.size, f"--tp {chosen.ranks}")
@@ -84,8 +84,7 @@ def load(
             stages.results["gate"] = on_rank_0(lambda: str(prove(config, chosen)), group, "load.gate")
     stages.results["plan"] = chosen
     with stages("load"):
-        whole = empty if empty is not None else build.empty(config, wanted)
-        part = cast("PreTrainedModel", build.split(whole, chosen, group))
+        part = cast("PreTrainedModel", build.split(build.empty(config, wanted), chosen, group))
         warnings = from_source(part, source, wanted, group.device, progress)
         source.close()
     stages.results["warnings"] = warnings
@@ -150,9 +149,9 @@ def check_degree(tp: int, split: Sequence[float] | None = None) -> tuple[float, 
         raise UserError("tp must be a whole number of at least 1", tp, "--tp 2")
     if not split:
         return None
-    if len(split) != tp or min(split) < 0 or sum(split) <= 0:
+    if len(split) != tp or min(split) <= 0:
         example = ",".join(["3", "1", *["1"] * tp][:tp])
-        raise UserError(f"split must be {tp} weights of at least 0, not all 0", ",".join(f"{w:g}" for w in split), f"--split {example}")
+        raise UserError(f"split must be {tp} weights above 0", ",".join(f"{w:g}" for w in split), f"--split {example}")
     return tuple(float(w) for w in split)
 
 

@@ -59,14 +59,16 @@ class ModelFiles:
         """The transformers tokenizer. UserError where there is none."""
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        what, works = f"{self.path} has no tokenizer that transformers can read", "tokenizer.json beside the weights"
         try:
             if self.kind == "gguf":  # what AutoTokenizer comes to after reading the whole file's metadata twice
                 return PreTrainedTokenizerFast.from_pretrained(self.path.parent, gguf_file=self.path.name)
-            return AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code, local_files_only=True)
+            found = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code, local_files_only=True)
         except Exception as e:  # tokenizers raise a bare Exception for a damaged file
-            raise UserError(
-                f"{self.path} has no tokenizer that transformers can read", _first_line(e), "tokenizer.json beside the weights"
-            ) from e
+            raise UserError(what, _first_line(e), works) from e
+        if len(found) <= len(found.all_special_tokens):  # what transformers makes for some models where there are no files
+            raise UserError(what, "an empty vocabulary", works)
+        return found
 
     def source(self) -> Source:
         """The tensors, with everything checked that can be checked without reading one. UserError names the file that is wrong."""

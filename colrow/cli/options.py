@@ -51,8 +51,8 @@ def degree(tp: int | None, split: tuple[float, ...], plan: Plan | None) -> int:
     ranks = next(iter(given.values()), 1)
     if ranks < 1:
         raise UserError("tp must be at least 1", ranks, "--tp 2")
-    if split and (min(split) < 0 or sum(split) <= 0):
-        raise UserError("the shares of split must be at least 0, not all 0", ",".join(f"{w:g}" for w in split), "--split 3,1")
+    if split and not min(split) > 0:
+        raise UserError("the shares of split must be above 0", ",".join(f"{w:g}" for w in split), "--split 3,1")
     return ranks
 
 

@@ -157,6 +157,18 @@ def test_save_pretrained_writes_the_whole_model(name: str, tmp_path: Path) -> No
     assert (again.lm_head.weight is again.get_input_embeddings().weight) == at.config.tie_word_embeddings
 
 
+def test_slices_are_not_saved_as_a_model(tmp_path: Path) -> None:
+    """What a training framework passes on: the rank's own state_dict."""
+    at = whole(case("llama"))
+
+    def task(group: Group, model: Any) -> None:
+        with pytest.raises(UserError, match="rank's slices"):
+            model.save_pretrained(tmp_path / "slices", state_dict=model.state_dict())
+
+    ask_split(at, hand_plan(at.config, 2), task)
+    assert not (tmp_path / "slices").exists()
+
+
 def test_a_copy_of_a_split_model_is_refused_but_layers_may_be_copied() -> None:
     """PEFT copies single layers (modules_to_save)."""
     at = whole(case("llama"))

@@ -13,10 +13,11 @@ import torch
 from colrow.comm.group import Group
 from colrow.parallel.collect import whole_gradients
 from colrow.parallel.head import sharded_logits
+from colrow.partition import even
 from colrow.planning.plan import Plan, Region
 
 from .hand_plans import hand_plan
-from .splitting import TOLERANCE, Whole, ask_split, case, next_token_loss, whole
+from .splitting import TOLERANCE, Whole, ask_split, case, next_token_loss, whole, worst
 
 BLOCKS = {"llama": "model.layers.{}.", "qwen2": "model.layers.{}.", "gpt2": "transformer.h.{}."}
 
@@ -74,6 +75,21 @@ def test_copied_heads_cost_one_sum_a_parameter_and_set_of_holders() -> None:
     copies = {name: n for (_, _, name), n in found.items() if ".copies." in name}
     parameters = [f"model.layers.{i}.self_attn.{p}_proj.{k}" for i in range(2) for p in "kv" for k in ("weight", "bias")]
     assert copies == {f"{name}.copies.grad": 1 for name in parameters}
+
+
+def test_token_and_position_embeddings_are_reduced_once() -> None:
+    """Both tables cut along their rows, their partial sums added first: one all-reduce where two tables would pay two."""
+    at = whole(case("gpt2"))
+    plan = hand_plan(at.config, 3)
+    positions = replace(plan.tensors["transformer.wpe.weight"], partition=even(0, 64, 3), role="vocab")
+    once = Region("transformer.drop", "input", "input", "reduce", ("B", "S", 54), "both embeddings")
+    regions = (once, *(r for r in plan.regions if r.module != "transformer.wte"))
+    plan = replace(plan, tensors=plan.tensors | {"transformer.wpe.weight": positions}, regions=regions)
+    found = counted(at, plan)
+    assert calls(found, "forward", "transformer.drop") == 1
+    assert calls(found, "forward", "transformer.w") == 0
+    value, where = worst(at.answers, ask_split(at, plan))
+    assert value <= TOLERANCE, where
 
 
 def test_f_at_the_inputs_of_its_consumers_is_still_one() -> None:

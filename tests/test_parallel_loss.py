@@ -89,6 +89,32 @@ def test_sixteen_bits_are_computed_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found_grad.float(), grad, rtol=float(torch.finfo(dtype).eps), atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+@pytest.mark.parametrize(("words", "ranks"), [(8, 2), (8, 3), (101, 2), (101, 3)])
+def test_smoothing_looks_at_the_whole_vocabulary(words: int, ranks: int, scale: float) -> None:
+    """NVIDIA/Megatron-LM #7464: coefficient and mean were the shard's; #737: logarithms of 0 where logits are large."""
+    logits, labels = example(words, torch.float32, scale)
+    expected, grad = whole_loss(logits, labels, 1.0, label_smoothing=0.1)
+    found, found_grad = split_loss(logits, labels, 1.0, even(0, words, ranks), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found_grad, grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_few_labels_count(ranks: int) -> None:
+    """pytorch/pytorch #116349 and its kind: -100 less the shard's start is also an index; the mean is over labels that count."""
+    logits, labels = example(9)
+    labels[:] = IGNORE
+    labels[3, 5] = 8  # the last id, on the last rank
+    for more in (None, (0, 2)):
+        if more:
+            labels[more] = 0
+        expected = whole_loss(logits, labels, 1.0)
+        found = split_loss(logits, labels, 1.0, even(0, 9, ranks))
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_logits_of_ten_thousand(dtype: torch.dtype) -> None:
     """Without the maximum exp overflows; with maximum and logarithm in one float32 number the softmax would be off by 1e-3."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..comm import collectives
+from ..errors import UserError
 from .collect import whole_parameters
 from .state import State
 
@@ -22,6 +23,10 @@ def install(model: nn.Module, state: State) -> None:
         return
 
     def save_pretrained(directory: Any, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        for name, entry in state.plan.names():
+            if state_dict is not None and name in state_dict and tuple(state_dict[name].shape) != entry.shape:
+                found = f"{tuple(state_dict[name].shape)} for {name} of shape {entry.shape}"
+                raise UserError("the state_dict given to save_pretrained has a rank's slices", found, "none: the whole model is collected")
         if state_dict is None:
             split = {name for name, _ in state.plan.names()}
             buffers = {name: value for name, value in model.state_dict().items() if name not in split}

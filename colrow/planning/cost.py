@@ -1,25 +1,28 @@
 """What a plan costs: collectives and their bytes, parameters and cache per rank.
 
-The counts come from the plan alone and must agree, call site by call site and byte by byte, with what `comm.counters` counted (proof/). Not
-here: seconds (links.py).
+The counts come from the plan alone and must agree, call site by call site and byte by byte, with what `comm.counters` counted (proof/).
+Two things are by formula, because the plan does not describe them: sequence parallelism and FSDP. Not here: seconds (timing.py), memory of
+activations and optimizers (memory.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 from ..partition import Partition
 from .plan import Plan, Region
+from .wire import Algorithm, moved
 
 Phase = Literal["prefill", "decode", "train_forward", "train_backward"]
 """prefill: a forward pass over all tokens. decode: over one. Both return whole logits. train_forward: with the loss, the logits stay
 slices."""
 
-Algorithm = Literal["ring", "one-shot", "threads"]
-
+Section = Literal["blocks", "vocabulary", "sampling"]
+SECTIONS: tuple[Section, ...] = ("blocks", "vocabulary", "sampling")
 
 @dataclass(frozen=True)
 class Predicted:
@@ -31,15 +34,40 @@ class Predicted:
     calls: int
     logical_bytes: int
     ranks: tuple[int, ...]
+    parts: tuple[int, ...] = ()  # bytes of each rank's part of a gather or scatter, where they are not as equal as can be
+    unit: int = 1  # bytes of an element
 
-    def moved_bytes(self, algorithm: Algorithm = "ring") -> int:
-        """Bytes that each rank sends (ring, one-shot), or posts and reads (threads: comm/local.py). Even slices are assumed."""
-        n, size = len(self.ranks), self.logical_bytes
-        if algorithm == "threads":
-            return n * size if self.op == "all_reduce" else size
-        if algorithm == "one-shot":
-            return (n - 1) * size if self.op == "all_reduce" else (n - 1) * size // n
-        return (2 if self.op == "all_reduce" else 1) * (n - 1) * size // n
+    def moved_bytes(self, algorithm: Algorithm = "ring", rank: int | None = None) -> int:
+        """Bytes that the `rank`th of `ranks` sends, or moves (wire.py says which); of the rank that moves most where it is left out."""
+        n = len(self.ranks)
+        each = [
+            self.calls * moved(algorithm, self.op, self.logical_bytes // self.calls, r, n, self.parts, self.unit)
+            for r in (range(n) if rank is None else (rank,))
+        ]
+        return max(each)
+
+    @property
+    def section(self) -> Section:
+        """blocks: at a module with a number in its path, as repeated layers have. sampling: the engine's. vocabulary: embedding, final
+        norm, head and loss."""
+        if self.name.startswith("engine."):
+            return "sampling"
+        return "blocks" if re.search(r"\.\d+\.", self.name) else "vocabulary"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Several collectives together. `sent`: bytes of the rank that sends most."""
+
+    calls: int
+    logical_bytes: int
+    sent: int
+
+
+def total(found: Iterable[Predicted], algorithm: Algorithm = "ring", section: Section | None = None) -> Sum:
+    """The collectives of one section, or all, added up."""
+    these = [p for p in found if section in (None, p.section)]
+    return Sum(sum(p.calls for p in these), sum(p.logical_bytes for p in these), sum(p.moved_bytes(algorithm) for p in these))
 
 
 def predict(plan: Plan, batch: int, seq: int, phase: Phase, dtype_bytes: int = 2, whole_logits: bool | None = None) -> list[Predicted]:
@@ -53,8 +81,9 @@ def predict(plan: Plan, batch: int, seq: int, phase: Phase, dtype_bytes: int = 2
     for region in plan.regions:
         ops = _backward(region) if phase == "train_backward" else _forward(region, whole_logits)
         for op, name in ops:
-            size = _bytes(region, batch, seq, dtype_bytes)
-            found += [Predicted(op, name, 1, size, ranks) for ranks in region.ranks or (tuple(range(plan.ranks)),)]
+            size, unit = _bytes(region, batch, seq, dtype_bytes)
+            parts = _parts(region, size)
+            found += [Predicted(op, name, 1, size, ranks, parts, unit) for ranks in region.ranks or (tuple(range(plan.ranks)),)]
     if phase == "train_forward":
         found += _loss(plan, batch * seq, max(dtype_bytes, 4))
     if phase == "train_backward":
@@ -79,12 +108,20 @@ def _backward(region: Region) -> Iterator[tuple[str, str]]:
         yield "all_reduce", f"{region.name}.grad"
 
 
-def _bytes(region: Region, batch: int, seq: int, dtype_bytes: int) -> int:
+def _bytes(region: Region, batch: int, seq: int, dtype_bytes: int) -> tuple[int, int]:
+    """Of the whole tensor, and of one element."""
     sizes = {"B": batch, "S": seq}
     shape = [sizes[n] if isinstance(n, str) else n for n in region.shape]
     if region.op == "mean_square":
         shape[-1] = 1  # one statistic a row
-    return prod(shape) * (4 if region.dtype == "float32" else dtype_bytes)
+    unit = 4 if region.dtype == "float32" else dtype_bytes
+    return prod(shape) * unit, unit
+
+
+def _parts(region: Region, size: int) -> tuple[int, ...]:
+    """Bytes of each rank's slice of a gather."""
+    cut = region.partition
+    return () if cut is None or cut.is_whole else tuple(size // cut.size * cut.local_size(r) for r in range(cut.ranks))
 
 
 def _loss(plan: Plan, rows: int, dtype_bytes: int) -> list[Predicted]:
@@ -93,8 +130,8 @@ def _loss(plan: Plan, rows: int, dtype_bytes: int) -> list[Predicted]:
         return []
     ranks = tuple(range(plan.ranks))
     return [
-        Predicted("all_reduce", "loss.max", 1, rows * dtype_bytes, ranks),
-        Predicted("all_reduce", "loss.sum", 1, 2 * rows * dtype_bytes, ranks),
+        Predicted("all_reduce", "loss.max", 1, rows * dtype_bytes, ranks, unit=dtype_bytes),
+        Predicted("all_reduce", "loss.sum", 1, 2 * rows * dtype_bytes, ranks, unit=dtype_bytes),
     ]
 
 
@@ -102,10 +139,10 @@ def _gradients(plan: Plan, dtype_bytes: int) -> Iterable[Predicted]:
     """Gradients that are summed as they arrive: of whole parameters that met split work, and of copied ranges (KV heads)."""
     for t in plan.tensors.values():
         if t.partition.is_whole and t.grad == "partial":
-            yield Predicted("all_reduce", f"{t.name}.grad", 1, prod(t.shape) * dtype_bytes, tuple(range(plan.ranks)))
+            yield Predicted("all_reduce", f"{t.name}.grad", 1, prod(t.shape) * dtype_bytes, tuple(range(plan.ranks)), unit=dtype_bytes)
         for ranks, length in _copied(t.partition).items():
             row = prod(n for dim, n in enumerate(t.shape) if dim != t.partition.dim)
-            yield Predicted("all_reduce", f"{t.name}.copies.grad", 1, row * length * dtype_bytes, ranks)
+            yield Predicted("all_reduce", f"{t.name}.copies.grad", 1, row * length * dtype_bytes, ranks, unit=dtype_bytes)
 
 
 def _copied(partition: Partition) -> dict[tuple[int, ...], int]:
@@ -113,6 +150,59 @@ def _copied(partition: Partition) -> dict[tuple[int, ...], int]:
     for segment in partition.shared():
         found[segment.ranks] = found.get(segment.ranks, 0) + segment.stop - segment.start
     return found
+
+
+def sequence_parallel(plan: Plan, batch: int, seq: int, phase: Phase, dtype_bytes: int = 2, gather_again: bool = True) -> list[Predicted]:
+    """A training pass as Megatron's sequence parallelism would make it (Korthikanti et al. 2022, section 4.2.2), by formula.
+
+    Between blocks each rank holds a stretch of the sequence, so f becomes an all-gather (backward a reduce-scatter) and g a reduce-scatter
+    (backward an all-gather). `gather_again`: the inputs of column-parallel matrices are not kept but gathered once more in the backward
+    pass. Norms' gradients become partial: one all-reduce of each. The other collectives stay as they are.
+    """
+    copies = {f"{r.name}.grad" for r in plan.regions if r.op == "copy"}
+    backward = [p for p in predict(plan, batch, seq, "train_backward", dtype_bytes) if p.name in copies and p.op == "all_reduce"]
+    every = predict(plan, batch, seq, phase, dtype_bytes)
+    reduces = {r.name for r in plan.regions if r.op == "reduce"}
+    if phase == "train_forward":
+        found = [replace(p, op="reduce_scatter") if p.name in reduces else p for p in every]
+        return [*found, *(replace(p, op="all_gather", name=p.name.removesuffix(".grad")) for p in backward)]
+    if phase != "train_backward":
+        return every
+    found = [replace(p, op="reduce_scatter") if p.name in copies and p.op == "all_reduce" else p for p in every]
+    forward = [p for p in predict(plan, batch, seq, "train_forward", dtype_bytes) if p.name in reduces]
+    found += [replace(p, op="all_gather", name=f"{p.name}.grad") for p in forward]
+    if gather_again:
+        found += [replace(p, op="all_gather", name=p.name.removesuffix(".grad") + ".again") for p in backward]
+    ranks = tuple(range(plan.ranks))
+    between = (t for t in plan.tensors.values() if t.partition.is_whole and t.grad == "whole")
+    return found + [Predicted("all_reduce", f"{t.name}.grad", 1, prod(t.shape) * dtype_bytes, ranks, unit=dtype_bytes) for t in between]
+
+
+def recomputed(plan: Plan, batch: int, seq: int, dtype_bytes: int = 2) -> list[Predicted]:
+    """What full recomputation adds to the backward pass: the forward collectives of the blocks once more, but for the last one of each
+    block, whose result nothing in it needs (torch.utils.checkpoint stops early). Selective recomputation adds none."""
+    blocks: dict[str, list[Predicted]] = {}
+    for p in predict(plan, batch, seq, "train_forward", dtype_bytes):
+        if (block := _block(p.name)) and p.op == "all_reduce":
+            blocks.setdefault(block, []).append(replace(p, name=f"{p.name}.again"))
+    return [p for found in blocks.values() for p in found[:-1]]
+
+
+def fully_sharded(plan: Plan, dtype_bytes: int = 2, ranks: int | None = None) -> list[Predicted]:
+    """The same training step with FSDP (Zhao et al. 2023) over as many ranks, by formula: weights move instead of activations. A block's
+    parameters are gathered for the forward pass and again for the backward pass, and its gradients are reduce-scattered."""
+    among = tuple(range(ranks or plan.ranks))
+    units: dict[str, int] = {}
+    for t in plan.tensors.values():
+        units[_block(t.name)] = units.get(_block(t.name), 0) + prod(t.shape) * dtype_bytes
+    moves = (("all_gather", ""), ("all_gather", ".again"), ("reduce_scatter", ".grad"))
+    return [Predicted(op, (unit or "root") + end, 1, size, among, unit=dtype_bytes) for op, end in moves for unit, size in units.items()]
+
+
+def _block(name: str) -> str:
+    """ "model.layers.3" of a name below it; "" for what belongs to no repeated layer."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found.group() if found else ""
 
 
 def parameter_bytes(plan: Plan, dtype_bytes: int) -> list[int]:

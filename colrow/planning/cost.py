@@ -24,6 +24,7 @@ slices."""
 Section = Literal["blocks", "vocabulary", "sampling"]
 SECTIONS: tuple[Section, ...] = ("blocks", "vocabulary", "sampling")
 
+
 @dataclass(frozen=True)
 class Predicted:
     """`calls` collectives of one op at one call site among `ranks`, of `logical_bytes` in all: of the tensor as the model's reader sees

@@ -1,7 +1,7 @@
 """Shapes of well-known models, so that they can be planned offline: `config("llama-3-70b")`.
 
-Numbers of the published config.json files, nothing else: no weights, no tokenizer, and no part in how a model is split (that is derived from
-its ops, whatever its name). A directory or a hub name is always read instead where there is one.
+Numbers of the published config.json files, nothing else: no weights, no tokenizer, and no part in how a model is split (that is derived
+from its ops, whatever its name). A directory of the same name is read instead where there is one.
 """
 
 from __future__ import annotations
@@ -12,28 +12,33 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ..errors import UserError
 
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
 
-def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, context: int, **more: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads}
-    sizes |= {"num_key_value_heads": kv, "vocab_size": vocab, "max_position_embeddings": context, "tie_word_embeddings": False}
-    return {"model_type": "llama", **sizes, **more}
+
+def _llama(*sizes: int, **more: Any) -> dict[str, Any]:
+    """`sizes` in the order of _SIZES."""
+    return {"model_type": "llama", **dict(zip(_SIZES, sizes, strict=True)), "tie_word_embeddings": False, **more}
 
 
 def _qwen2(*sizes: int, **more: Any) -> dict[str, Any]:
-    return _llama(*sizes, **{"model_type": "qwen2", **more})
+    return _llama(*sizes) | {"model_type": "qwen2"} | more
 
 
-def _qwen3(*sizes: int, **more: Any) -> dict[str, Any]:
-    return _llama(*sizes, **{"model_type": "qwen3", "head_dim": 128, **more})
+def _qwen3(*sizes: int) -> dict[str, Any]:
+    return _llama(*sizes) | {"model_type": "qwen3", "head_dim": 128}
 
 
 def _qwen3_moe(hidden: int, inner: int, layers: int, heads: int) -> dict[str, Any]:
-    experts = {"moe_intermediate_size": inner, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return _llama(hidden, 4 * hidden, layers, heads, 4, 151936, 40960, model_type="qwen3_moe", head_dim=128, **experts)
+    sizes = _llama(hidden, 4 * hidden, layers, heads, 4, 151936, 40960)
+    experts = {"moe_intermediate_size": inner, "num_experts": 128, "num_experts_per_tok": 8}
+    return sizes | {"model_type": "qwen3_moe", "head_dim": 128, "decoder_sparse_step": 1, "mlp_only_layers": []} | experts
 
 
 def _mixtral(*sizes: int) -> dict[str, Any]:
-    return _llama(*sizes, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2, sliding_window=None)
+    return _llama(*sizes) | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
 
 
 _LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
@@ -59,16 +64,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-235b-a22b": _qwen3_moe(4096, 1536, 94, 64),
     "mixtral-8x7b": _mixtral(4096, 14336, 32, 32, 8, 32000, 32768),
     "mixtral-8x22b": _mixtral(6144, 16384, 56, 48, 8, 32000, 65536),
-    "deepseek-v3": _llama(
-        *(7168, 18432, 61, 128, 128, 129280, 163840),
-        **{"model_type": "deepseek_v3", "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1},
-        **{"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "q_lora_rank": 1536, **_LATENT},
-    ),
-    "deepseek-v2-lite": _llama(
-        *(2048, 10944, 27, 16, 16, 102400, 163840),
-        **{"model_type": "deepseek_v2", "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2},
-        **{"num_experts_per_tok": 6, "first_k_dense_replace": 1, "q_lora_rank": None, "topk_method": "greedy", **_LATENT},
-    ),
+    "deepseek-v3": _llama(7168, 18432, 61, 128, 128, 129280, 163840)
+    | {"model_type": "deepseek_v3", "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "q_lora_rank": 1536}
+    | {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, **_LATENT},
+    "deepseek-v2-lite": _llama(2048, 10944, 27, 16, 16, 102400, 163840)
+    | {"model_type": "deepseek_v2", "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "q_lora_rank": None}
+    | {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "topk_method": "greedy", **_LATENT},
 }
 
 

@@ -7,8 +7,8 @@ Yuan 2009), with n ranks and B bytes of the logical tensor:
     all_gather      ring B minus the neighbour's part, one-shot (n-1) times the own part
     reduce_scatter  B minus the own part
 
-"threads", "shm" and "gloo" count what colrow's own transports count: bytes a rank writes to where others read plus bytes it reads of theirs;
-these agree with comm.counters to the byte. NCCL gives no count, so for GPUs there are formulas only. Not here: seconds (timing.py).
+"threads", "shm" and "gloo" count what colrow's own transports count: bytes a rank writes to where others read plus bytes it reads of
+theirs; these agree with comm.counters to the byte. NCCL gives no count, so for GPUs there are formulas only. Not here: seconds (timing.py).
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def moved(
             direct = {"threads": total, "shm": total, "gloo": (n - 1) * own + total - own, "one-shot": (n - 1) * own}
             return direct.get(algorithm, total - after)
         case "reduce_scatter":
-            direct = {"threads": total, "shm": total - own + (n - 1) * own, "gloo": total - own + (n - 1) * own}
+            direct = {"threads": total + (n - 1) * own, "shm": total - own + (n - 1) * own, "gloo": total - own + (n - 1) * own}
             return direct.get(algorithm, total - own)
         case "broadcast":
-            first, last = rank == 0, rank == n - 1
-            chain = 0 if last else total
-            direct = {"threads": total, "shm": total, "gloo": (n - 1) * total if first else total, "one-shot": (n - 1) * total if first else 0}
-            return direct.get(algorithm, chain)
+            sends = total if rank < n - 1 else 0  # along a chain
+            to_all = (n - 1) * total if rank == 0 else 0
+            direct = {"threads": total, "shm": total, "gloo": to_all or total, "one-shot": to_all}
+            return direct.get(algorithm, sends)
     raise ValueError(f"no such collective: {op}")
 
 

@@ -103,7 +103,8 @@ class _Chooser:
                 found[q[0], q[1]] = Candidate((q[0], q[1]), heads=True)
         taken = {leaf for c in found.values() for leaf in c.leaves}
         of_inputs = {leaf for v in self.graph.trace.inputs.values() for leaf in self.graph.leaves[v]}
-        singles = [leaf for leaf in self.graph.parameters_with if leaf not in taken and leaf not in of_inputs]
+        used = (leaf for leaf in self.graph.parameters_with if leaf in self.graph.ops_of)  # not all take part in a pass
+        singles = [leaf for leaf in used if leaf not in taken and leaf not in of_inputs]
         return [*found.values(), *(Candidate((leaf,)) for leaf in singles)]
 
     def _reject(self, candidate: Candidate, text: str) -> None:

@@ -68,8 +68,12 @@ def _whole(config: PreTrainedConfig, t: Trace, ranks: int, weights: Sequence[flo
 
 
 def _unfollowed(config: PreTrainedConfig, ranks: int, weights: Sequence[float] | None, why: str) -> Plan:
-    """Everything whole: correct, and of no use but to say why."""
-    model = empty_model(config, "eager")
+    """Everything whole: correct, and of no use but to say why. UserError where transformers cannot even build the model."""
+    try:
+        model = empty_model(config, "eager")
+    except Exception as e:
+        detail = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        raise UserError(f"transformers cannot build a {config.model_type} model from the config", detail, "a config AutoModel takes") from e
     names: dict[int, list[str]] = {}
     shapes = {}
     for name, p in model.named_parameters(remove_duplicate=False):

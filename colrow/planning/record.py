@@ -136,9 +136,9 @@ class Recorder(TorchDispatchMode):
             return func(*data, *args[len(data) :])
         made = self.made_by.get(inputs[0])
         name = "eq" if func._schema.name == "aten::equal" else made.name if made else ""
-        if name in ("all", "eq"):  # "is the mask all ones?", "are positions consecutive?": the plain case
+        if name in ("all", "eq", "_is_all_true"):  # "is the mask all ones?", "are positions consecutive?": the plain case
             return True
-        if name in ("any", "ne"):
+        if name in ("any", "ne", "_is_any_true"):
             return False
         raise TraceError(f"{self.where()}: the model's code reads a number of a tensor ({name or 'an input'})")
 

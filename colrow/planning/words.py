@@ -147,7 +147,9 @@ class _Words:
     def why_whole(self, name: str, partial: bool) -> str:
         module = name.rpartition(".")[0]
         refusal = self.refusal(name)
-        if module in self.rows and len(self.trace.values[self.trace.parameters[name]].shape) == 1:
+        if not self.graph.consumers[self.trace.parameters[name]]:
+            why = "the traced forward pass does not use it"
+        elif module in self.rows and len(self.trace.values[self.trace.parameters[name]].shape) == 1:
             why = "added once, after the partial sums of its module are all-reduced"
         else:
             why = f"axis of {_size(refusal)}: {refusal.text}" if refusal else "it has no axis to cut"

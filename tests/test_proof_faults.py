@@ -72,8 +72,14 @@ def test_the_gate_refuses_and_names_the_place(fault, at):
     assert "looks like a bug" in text
 
 
-@pytest.mark.parametrize(("fault", "at"), PLANTED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fault", "at", "dtype"),
+    [
+        *((*planted, torch.float32) for planted in PLANTED),
+        ("rotated head map", "", torch.bfloat16),
+        ("drop f", f"{LAYER}input_layernorm", torch.bfloat16),
+    ],
+)
 def test_verify_is_red_and_names_the_place(fault, at, dtype, saved):
     with faults.plant(fault, at):
         report = verify.verify(saved, 2, dtype=dtype, backend="threads")
@@ -81,6 +87,24 @@ def test_verify_is_red_and_names_the_place(fault, at, dtype, saved):
     assert PLANTED[fault, at] in report.finding
     assert "looks like a bug" in report.finding
     assert "equal" not in report.text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "at", "named"),
+    [
+        ("drop g", f"{LAYER}mlp", "first in model.layers.1, the outputs"),
+        ("drop g", "embed", "first in model.embed_tokens, the outputs"),
+        ("rotated head map", "", "first in model.layers.0, the outputs"),
+        ("drop f", f"{LAYER}input_layernorm", "first in model.layers.1, the gradients of inputs"),
+        ("drop f", "model.norm", "first in model.norm.weight, the gradients"),
+        ("drop the sum of copied heads", "", "first in model.layers.0.self_attn.v_proj"),
+    ],
+)
+def test_layer_by_layer_is_red_and_names_the_unit(fault, at, named, saved):
+    with faults.plant(fault, at):
+        report = verify.verify(saved, 2, stream=True, backend="threads")
+    assert report.exit_code == 1
+    assert report.finding.startswith(named)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])

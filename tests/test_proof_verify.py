@@ -9,9 +9,11 @@ import torch
 from transformers import LlamaConfig
 
 from colrow.checkpoint import model_dir
+from colrow.planning.derive import derive
 from colrow.proof import trail, verify, whole
 from colrow.proof.exercise import ask, questions
 from colrow.proof.reference import FileTensors, digest, in_file
+from colrow.proof.units import WholeUnits, units
 
 from . import tiny
 
@@ -23,8 +25,7 @@ def saved(folder, family="llama", **changes):
     return model_dir.find(str(folder))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "gpt2"])
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 2), ("qwen2", 3), ("gpt2", 4), ("llama-tied", 8), ("llama-bias", 5), ("gpt2", 1)])
 def test_float32(family, ranks, tmp_path):
     report = verify.verify(saved(tmp_path, family), ranks, backend="threads")
     assert report.equal, report.text()
@@ -89,6 +90,39 @@ def test_the_text_fits_a_terminal(tmp_path):
     assert text.splitlines()[-1].startswith("equal") or text.splitlines()[-2].startswith("equal")
 
 
+@pytest.mark.parametrize(
+    ("family", "ranks", "dtype"),
+    [
+        ("llama-tied", 2, torch.float64),
+        ("qwen2", 3, torch.float64),
+        ("gpt2", 2, torch.float64),
+        ("gpt2", 3, torch.float32),
+        ("llama", 2, torch.bfloat16),
+        ("llama", 1, torch.float32),
+    ],
+)
+def test_layer_by_layer(family, ranks, dtype, tmp_path):
+    report = verify.verify(saved(tmp_path, family), ranks, dtype=dtype, stream=True, backend="threads")
+    assert report.equal, report.text()
+    assert {"weights", "outputs", "gradients of inputs", "gradients", "units", "inputs of units"} <= set(report.comparison.kinds())
+    if dtype is torch.float64:
+        assert max(i.difference for i in report.comparison.items) < 1e-12
+
+
+def test_layer_by_layer_reads_one_whole_unit_at_a_time(tmp_path, monkeypatch):
+    model = tiny.whole(tiny.config("llama", num_hidden_layers=4))
+    assert list(units(model)) == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.norm", "lm_head"]
+    files = saved(tmp_path, num_hidden_layers=4)
+    config = files.config()
+    wholes = WholeUnits(config, "eager", torch.float32, derive(config, 2), files.source(), torch.device("cpu"))
+    for name in ("model.layers.2", "lm_head", "model.layers.2"):
+        with wholes.loaded(name) as unit:
+            assert all(not p.is_meta for p in unit.parameters())
+            loaded = {n for n, p in wholes._model.named_parameters() if not p.is_meta}
+            assert loaded == {f"{name}.{n}" for n, _ in unit.named_parameters()}
+    assert all(p.is_meta for p in wholes._model.parameters())
+
+
 @pytest.mark.process
 def test_with_real_processes(tmp_path):
     report = verify.verify(saved(tmp_path), 2)
@@ -117,8 +151,6 @@ def test_the_trail_of_equal_models_has_no_parting():
         ask(model, asked)
     with trail.recording(model) as second:
         ask(model, asked)
-    from colrow.planning.derive import derive
-
     plan = derive(config, 1)
     assert trail.first_difference(first, [second], plan, 0.0) is None
     key = next(k for k in second if k[0] == "model.layers.1.mlp.act_fn" and k[1] == "output")

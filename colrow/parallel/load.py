@@ -61,7 +61,7 @@ def from_source(
     for name, buffer in buffers.items():
         if name in matched.keys:
             _set(model, name, matched.source.read(matched.keys[name], None, (), buffer.dtype).to(device))
-    _remake_buffers(model, device)
+    remake_buffers(model, device)
     _check_nothing_on_meta(model)
     return matched.warnings
 
@@ -82,7 +82,7 @@ def from_whole(
     for name, _ in _persistent_buffers(model):
         if name in state:
             _set(model, name, state[name].detach().to(device, copy=True))
-    _remake_buffers(model, device)
+    remake_buffers(model, device)
     _check_nothing_on_meta(model)
 
 
@@ -148,7 +148,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{leaf}" if prefix else leaf, buffer
 
 
-def _remake_buffers(model: nn.Module, device: torch.device | str) -> None:
+def remake_buffers(model: nn.Module, device: torch.device | str) -> None:
     """Compute the buffers that are still on meta with the model's own `_init_weights`, as transformers does after loading.
 
     Whether it really writes a buffer cannot be seen from outside, so it runs over two different fillings and must give the same twice.

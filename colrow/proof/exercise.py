@@ -36,6 +36,9 @@ class Questions:
         """Without training, and just enough decoding to use the cache."""
         return replace(self, train=False, steps=min(self.steps, 3))
 
+    def without_training(self) -> Questions:
+        return replace(self, train=False)
+
     def without_decoding(self) -> Questions:
         return replace(self, steps=0)
 
@@ -74,13 +77,14 @@ def ask(
     the loss."""
     phase("prefill")
     with torch.no_grad():
-        logits = model(input_ids=asked.ids, use_cache=False).logits
+        logits = model(input_ids=asked.ids, attention_mask=torch.ones_like(asked.ids), use_cache=False).logits
     loss = None
     if asked.train:
         model.zero_grad(set_to_none=True)
         phase("train_forward")
         with slices():
-            loss = model(input_ids=asked.ids, labels=asked.labels, use_cache=False).loss
+            mask = torch.ones_like(asked.ids)
+            loss = model(input_ids=asked.ids, attention_mask=mask, labels=asked.labels, use_cache=False).loss
         phase("train_backward")
         loss.backward()
         loss = loss.detach()
@@ -101,7 +105,8 @@ def _decode(
     with torch.no_grad():
         for step in range(asked.steps):
             phase("decode_prompt" if step == 0 else "decode")
-            out = model(input_ids=ids, use_cache=True, **given)
+            mask = asked.prompt.new_ones(1, asked.prompt.shape[1] + step)
+            out = model(input_ids=ids, attention_mask=mask, use_cache=True, **given)
             rows.append(out.logits[0, -1])
             tokens.append(int(rows[-1].argmax()))
             given = {name: out[name]}

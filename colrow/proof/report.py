@@ -17,6 +17,7 @@ from .compare import Comparison, Item
 from .trail import Parting
 
 WIDTH = 100
+UNITS = ("outputs", "gradients of inputs", "gradients")  # what is compared layer by layer
 FORWARD = ("logits", "loss", "decoding", "tokens")
 
 
@@ -67,7 +68,7 @@ def _table(comparison: Comparison) -> Table:
 
 
 def _what(worst: Item, items: tuple[Item, ...]) -> str:
-    name = worst.name if worst.name not in (worst.kind, "bits") else ""
+    name = worst.name if worst.name not in (worst.kind, "bits") and not (worst.ok and worst.tolerance == 0) else ""
     if worst.kind == "collectives" and all(i.ok for i in items):
         return "; ".join(f"{i.name.replace('_', ' ')} {i.detail.split(',')[0]}" for i in items) + ": as predicted"
     return ": ".join(filter(None, (name, worst.detail)))
@@ -79,10 +80,10 @@ def _number(value: float) -> str:
 
 def _summary(comparison: Comparison) -> str:
     parts = []
-    for kind in ("logits", "loss", "gradients", "SGD", "AdamW"):
+    for kind in ("logits", "outputs", "loss", "gradients", "SGD", "AdamW"):
         if comparison.of(kind):
             parts.append(f"{kind} {_number(max(i.difference for i in comparison.of(kind)))}")
-    return "largest differences, relative: " + ", ".join(parts)
+    return "largest differences " + ", ".join(parts)
 
 
 def describe(comparison: Comparison, find: Callable[[], Parting | None]) -> str:
@@ -93,6 +94,8 @@ def describe(comparison: Comparison, find: Callable[[], Parting | None]) -> str:
     weights = [i for i in bad if i.kind == "weights"]
     if weights:
         return f"the loaded weights: {weights[0].detail}"
+    if comparison.of(UNITS[0]) and bad[0].kind in UNITS:  # layer by layer: the units are independent of each other, in order
+        return f"first in {bad[0].name}, the {bad[0].kind}: {_how_far(bad[0])}; {kind}"
     if any(i.kind in FORWARD for i in bad):
         place = find()
         if place:
@@ -108,7 +111,7 @@ def describe(comparison: Comparison, find: Callable[[], Parting | None]) -> str:
 def _how_far(item: Item) -> str:
     if item.tolerance == 0 or math.isinf(item.difference):
         return item.detail or f"{item.difference:g} differ"
-    text = f"{item.name} differs by {item.difference:.1e} of the largest element, {item.tolerance:.1e} is allowed"
+    text = f"{item.difference:.1e} of the largest element, {item.tolerance:.1e} is allowed"
     if item.own_error is not None:
         text += f", the whole model's own rounding is {item.own_error:.1e}"
     return text + (f" ({item.detail})" if item.detail else "")

@@ -87,7 +87,7 @@ def first_difference(whole: Trail, ranks: Sequence[Trail], plan: Plan, tolerance
 
     Tensors that not every rank has, or whose cut no partition of the plan explains, are passed over. None where all are right.
     """
-    cuts = sorted({t.partition for t in plan.tensors.values()} | _head_cuts(plan), key=repr)
+    cuts = plan_cuts(plan)
     reduced = {(r.module, r.place) for r in plan.regions if r.op in ("reduce", "gather")}
     after = ""
     for key, expected in whole.items():
@@ -104,8 +104,10 @@ def first_difference(whole: Trail, ranks: Sequence[Trail], plan: Plan, tolerance
     return None
 
 
-def _head_cuts(plan: Plan) -> set[Partition]:
-    return {cut for a in plan.attention for cut in (a.query, a.kv)}
+def plan_cuts(plan: Plan) -> list[Partition]:
+    """Every way in which the plan cuts something, in a fixed order."""
+    heads = {cut for a in plan.attention for cut in (a.query, a.kv)}
+    return sorted({t.partition for t in plan.tensors.values() if t.partition.dim is not None} | heads, key=repr)
 
 
 def _distance(whole: torch.Tensor, parts: list[torch.Tensor], cuts: list[Partition], may_be_partial: bool) -> float | None:
@@ -118,15 +120,16 @@ def _distance(whole: torch.Tensor, parts: list[torch.Tensor], cuts: list[Partiti
     else:
         for cut in cuts:
             for dim in range(whole.dim()):
-                expected = _slices(whole, dim, cut)
+                expected = slices(whole, dim, cut)
                 if expected and all(e.shape == p.shape for e, p in zip(expected, parts, strict=True)):
                     scale = float(whole.detach().abs().max()) if whole.numel() else 0.0
                     found.append(max(difference(e, p, scale)[0] for e, p in zip(expected, parts, strict=True)))
     return min(found) if found else None
 
 
-def _slices(whole: torch.Tensor, dim: int, cut: Partition) -> list[torch.Tensor]:
-    if cut.is_whole or cut.size != whole.shape[dim]:
+def slices(whole: torch.Tensor, dim: int, cut: Partition) -> list[torch.Tensor]:
+    """The ranks' pieces of `whole` if `cut` cut its `dim`; none where that has another size."""
+    if cut.size != whole.shape[dim]:
         return []
     moved = Partition(dim, cut.pieces)
     return [moved.split(whole, rank) for rank in range(cut.ranks)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,8 @@ from .precision import ALLOWANCE, FLOOR, computing_in, tolerance
 from .reference import Exact, Reference, exact, gradients_of, in_file, reference
 from .report import Report, describe
 from .shrink import shrink
+from .stream import examine as examine_units
+from .units import WholeUnits
 
 Progress = Callable[[str], None]
 TOKENS = 16  # greedily decoded
@@ -86,7 +87,8 @@ def verify(
     """Compares the model split over `ranks` with itself as a whole. `report.exit_code` is 0 only if they are equal.
 
     `backend` as in comm.launch, or "threads": ranks as threads of this process. `small`: a small copy of the config with random weights;
-    no weights are read. `train` False leaves out loss, gradients and optimizer steps. `plan`: another plan than the derived one.
+    no weights are read. `stream`: layer by layer (stream.py). `train` False leaves out loss, gradients and optimizer steps. `plan`: another
+    plan than the derived one.
     """
     say = progress or (lambda text: None)
     config = files.config()
@@ -100,6 +102,9 @@ def verify(
             title = f"a small copy of {title} ({copied})"
         plan = plan or derive(config, ranks, weights)
         task = Task(files, config, plan, dtype)
+        if stream:
+            say(f"{ranks} ranks, layer by layer")
+            return _streamed(title, task, train, backend)
         asked = questions(int(config.get_text_config().vocab_size), steps=TOKENS, train=train)
         say("the whole model")
         start = time.perf_counter()
@@ -109,7 +114,15 @@ def verify(
         results: list[Result] = _on_ranks(_rank, task, backend, expected)
         comparison = judge([r.evidence for r in results])
         finding = "" if comparison.ok else describe(comparison, lambda: _parting(task, expected, backend))
-    return Report(title, comparison, finding, _notes(task, results, whole_seconds, measured))
+    return Report(title, comparison, finding, _notes(task, results, f"; whole model {whole_seconds:.1f} s", measured))
+
+
+def _streamed(title: str, task: Task, train: bool, backend: str) -> Report:
+    asked = questions(int(task.config.get_text_config().vocab_size), train=train)
+    results: list[Result] = _on_ranks(_rank_streamed, task, backend, asked)
+    comparison = judge([r.evidence for r in results])
+    finding = "" if comparison.ok else describe(comparison, lambda: None)
+    return Report(f"{title}, layer by layer", comparison, finding, _notes(task, results, "", True))
 
 
 def _on_ranks(fn: Callable[..., Any], task: Task, backend: str, *args: Any) -> list[Any]:
@@ -160,8 +173,25 @@ def _rank(group: Group, task: Task, expected: Reference) -> Result:
     return Result(evidence, group.transport.kind, time.perf_counter() - start, _peak_bytes())
 
 
+def _rank_streamed(group: Group, task: Task, asked: Questions) -> Result:
+    start = time.perf_counter()
+    model, source = task.split(group), task.files.source()
+    try:
+        attention = model.config._attn_implementation
+        wholes = WholeUnits(task.config, attention, task.dtype, task.plan, source, group.device)
+        evidence = examine_units(model, group, task.plan, asked, wholes)
+    finally:
+        source.close()
+    return Result(evidence, group.transport.kind, time.perf_counter() - start, _peak_bytes())
+
+
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Of this process. (Not getrusage: there a child starts with its parent's peak.)"""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return psutil.Process().memory_info().rss
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def _parting(task: Task, expected: Reference, backend: str) -> trail.Parting | None:
@@ -182,11 +212,11 @@ def _trail(group: Group, task: Task, asked: Questions, tokens: tuple[int, ...]) 
     return found
 
 
-def _notes(task: Task, results: Sequence[Result], whole_seconds: float, measured: bool) -> tuple[str, ...]:
+def _notes(task: Task, results: Sequence[Result], more: str, measured: bool) -> tuple[str, ...]:
     gib = 1024**3
     peaks = ", ".join(f"{r.peak_bytes / gib:.1f}" for r in results)
     seconds = max(r.seconds for r in results)
-    notes = [f"ranks over {results[0].transport}, {seconds:.1f} s, peak memory {peaks} GiB; whole model {whole_seconds:.1f} s"]
+    notes = [f"ranks over {results[0].transport}, {seconds:.1f} s, peak memory {peaks} GiB{more}"]
     if task.dtype is torch.float64:
         notes.append("float64 throughout, also where the model casts to float32")
     elif measured:

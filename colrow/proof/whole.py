@@ -19,9 +19,9 @@ from ..planning.plan import Plan, TensorPlan
 from ..planning.trace import model_class
 
 
-def build(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """In eval mode, on the current default device, with transformers' eager attention: plain products and a softmax, nothing fused."""
-    return model_class(config).from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
+def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
+    """In eval mode, on the current default device. transformers' eager attention is plain products and a softmax, nothing fused."""
+    return model_class(config).from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype).eval()
 
 
 def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,0 +1,190 @@
+"""Layer by layer, for models that fit on no single device: the split model runs, and beside each of its units the whole one on the same
+input.
+
+Every rank holds its part of the split model and, one at a time, one whole unit (in float64 too, which says how far the whole unit itself is
+from exact). At each unit the split model comes to, the whole one is read from the files and compared: weights, output, and, for one and the
+same gradient of the output, the gradients of the input and of every parameter. Errors do not add up from layer to layer. Not here: loss,
+optimizer steps and cached decoding, which a small copy covers (gate, verify --small).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..comm import collectives
+from ..comm.group import Group
+from ..parallel.state import state_of
+from ..partition import Partition
+from ..planning.plan import Plan
+from . import compare
+from .compare import Comparison, Item
+from .counts import count_items
+from .evidence import Copies, Evidence
+from .exercise import Questions
+from .precision import Float64, computing_in, tolerance
+from .reference import SMALL_GRADIENT, digest
+from .trail import plan_cuts, slices
+from .units import Run, WholeUnits, doubled, units
+
+INPUTS = "inputs of units"
+
+
+def examine(model: PreTrainedModel, group: Group, plan: Plan, asked: Questions, wholes: WholeUnits) -> Evidence:
+    """One forward pass of the split model over `asked.ids`, with everything compared on the way. A collective: all ranks must call it."""
+    pass_ = _Pass(model, group, plan, wholes, asked.train)
+    return pass_.run(asked)
+
+
+@dataclass
+class _Pass:
+    model: PreTrainedModel
+    group: Group
+    plan: Plan
+    wholes: WholeUnits
+    train: bool
+    items: list[Item] = field(default_factory=list)
+    copies: Copies = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.dtype = next(self.model.parameters()).dtype
+        self.cuts = plan_cuts(self.plan)
+
+    def run(self, asked: Questions) -> Evidence:
+        counters = self.group.counters
+        counters.reset()
+        found = units(self.model)
+        self.waiting = set(found)
+        handles = [unit.register_forward_hook(self._hook(name), with_kwargs=True) for name, unit in found.items()]
+        try:
+            counters.phase = "prefill"
+            with torch.no_grad(), computing_in(self.dtype):
+                ids = asked.ids.to(self.group.device)
+                self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        finally:
+            counters.phase = ""
+            for handle in handles:
+                handle.remove()
+        never = Item("units", "bits", float(len(self.waiting)), 0.0, detail=f"{len(found)} compared one by one")
+        if self.waiting:
+            never = Item("units", "bits", float(len(self.waiting)), 0.0, detail=f"{min(self.waiting)} was never called by itself")
+        sites = {key: (t.calls, t.logical_bytes, t.moved_bytes) for key, t in counters.sites.items() if key[0]}
+        counted = {site: count[:2] for site, count in sites.items()}
+        forward = asked.without_decoding().without_training()
+        self.items += [never, *count_items(self.plan, forward, self.group.rank, self.dtype.itemsize, counted)]
+        return Evidence(Comparison(tuple(self.items)), self.copies, sites)
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(unit: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            if name in self.waiting:  # not in the calls that the comparison itself makes
+                self.waiting.discard(name)
+                self.group.counters.phase = ""
+                self._unit(name, unit, args, kwargs)
+                self.group.counters.phase = "prefill"
+
+        return hook
+
+    def _unit(self, name: str, split: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        with self.wholes.loaded(name) as unit:
+            self._weights(name, unit, split)
+            whole = Run(unit, args, kwargs, self.train)
+            gradient = torch.randn(whole.output.shape, generator=torch.Generator().manual_seed(1)).to(whole.output)
+            double = copy.deepcopy(unit).double()
+            if self.train:
+                whole.backward(gradient)
+        with Float64():
+            exact = Run(double, doubled(args), doubled(kwargs), self.train)
+            if self.train:
+                exact.backward(gradient.double())
+        mine = Run(split, args, kwargs, self.train)
+        if mine.input is not None:
+            self.copies[INPUTS, name, 0] = digest(mine.input)
+        cut = self._activation("outputs", name, whole.output, mine.output, exact.output)
+        if not self.train:
+            return
+        mine.backward(self._gradient(name, gradient, cut))
+        state_of(self.model).copies.forget()
+        if whole.input is not None and mine.input is not None and exact.input is not None:
+            self._activation("gradients of inputs", name, whole.input.grad, mine.input.grad, exact.input.grad)
+        self._parameters(name, whole.gradients, mine.gradients, exact.gradients)
+
+    def _weights(self, name: str, whole: nn.Module, split: nn.Module) -> None:
+        def piece(path: str) -> torch.Tensor:
+            return self.plan.tensor(f"{name}.{path}").partition.split(whole.get_parameter(path).detach(), self.group.rank)
+
+        wrong = [path for path, p in split.named_parameters() if digest(p) != digest(piece(path))]
+        self.items.append(
+            Item("weights", name, float(len(wrong)), 0.0, detail=f"{name}.{wrong[0]} is not the whole model's" if wrong else "")
+        )
+
+    def _gradient(self, name: str, gradient: torch.Tensor, cut: Partition | None) -> torch.Tensor:
+        """What this rank's part of the unit is sent back. Where f stands at its output, it adds up what all ranks send: one sends
+        everything."""
+        if cut is not None:
+            return cut.split(gradient, self.group.rank)
+        return torch.zeros_like(gradient) if self.group.rank and self._region(name, "output", "copy") else gradient
+
+    def _region(self, name: str, place: str, op: str) -> bool:
+        """Whether the plan has such a region at the unit's own border."""
+        return any((r.module, r.place, r.op) == (name, place, op) for r in self.plan.regions)
+
+    def _activation(
+        self, kind: str, name: str, whole: torch.Tensor | None, mine: torch.Tensor | None, exact: torch.Tensor | None
+    ) -> Partition | None:
+        """Compares what lies between units: a whole tensor, a slice, or a partial sum that a later module adds up (here it is done for
+        the comparison; that it is done in the model, the next unit's input shows). Returns the cut of a slice."""
+        if whole is None or mine is None or exact is None:
+            far = 0.0 if whole is mine is None else math.inf
+            self.items.append(Item(kind, name, far, 0.0, detail="is missing on one side" if far else ""))
+            return None
+        error, allowed = self._allowed(exact, whole)
+        if whole.shape != mine.shape:
+            found, cut = self._slice(kind, name, whole, mine, allowed, error)
+            self.items.append(found)
+            return cut
+        item = compare.item(kind, name, whole, mine, allowed, error)
+        reduced = self._region(name, "output", "reduce") if kind == "outputs" else self._region(name, "input", "copy")
+        if not reduced and any(not ok for ok in collectives.gather_objects(item.ok, self.group, "stream.equal")):
+            total = collectives.all_reduce(mine.detach(), self.group, "stream.sum")
+            added = compare.item(kind, name, whole, total, allowed, error)
+            item = added if added.ok else item
+        self.items.append(item)
+        return None
+
+    def _allowed(self, exact: torch.Tensor, whole: torch.Tensor, scale: float | None = None) -> tuple[float, float]:
+        """(the whole unit's own error, the tolerance)."""
+        error = compare.difference(exact, whole, scale)[0]
+        return error, tolerance(self.dtype, None if self.dtype is torch.float64 else error)
+
+    def _slice(
+        self, kind: str, name: str, whole: torch.Tensor, mine: torch.Tensor, allowed: float, error: float
+    ) -> tuple[Item, Partition | None]:
+        best, found = Item(kind, name, math.inf, allowed, detail=f"shape {tuple(mine.shape)}, a cut that the plan does not have"), None
+        for cut in self.cuts:
+            for dim in range(whole.dim()):
+                pieces = slices(whole, dim, cut)
+                if pieces and pieces[self.group.rank].shape == mine.shape:
+                    item = compare.item(kind, name, pieces[self.group.rank], mine, allowed, error, compare.largest(whole))
+                    if found is None or item.difference < best.difference:
+                        best, found = item, Partition(dim, cut.pieces)
+        return best, found
+
+    def _parameters(self, name: str, whole: dict, mine: dict, exact: dict) -> None:
+        floor = SMALL_GRADIENT * max(map(compare.largest, whole.values()), default=0.0)
+        for path in whole.keys() | mine.keys():
+            full = f"{name}.{path}"
+            if path not in mine or path not in whole:
+                self.items.append(Item("gradients", full, math.inf, 0.0, detail="is missing on one side"))
+                continue
+            scale = max(floor, compare.largest(whole[path]))
+            error, allowed = self._allowed(exact[path], whole[path], scale)
+            piece = self.plan.tensor(full).partition.split(whole[path], self.group.rank)
+            self.items.append(compare.item("gradients", full, piece, mine[path], allowed, error, scale))

@@ -75,6 +75,20 @@ def test_a_killed_rank_is_named_within_a_second(size: int) -> None:
                 assert end.at - killed < 1.0, end.at - killed
 
 
+def test_nothing_is_left_when_all_are_killed_at_any_moment() -> None:
+    chance = random.Random(3)
+    for run in range(RUNS):
+        ranks = Ranks(busy, 3)
+        if run % 2:
+            ranks.until("busy 0")
+        time.sleep(chance.uniform(0, 0.3))  # while they start, make the memory, test it, or work
+        pids = [process.pid for process in ranks.processes]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert [end.exitcode for end in ranks.wait(10.0)] == [-signal.SIGKILL] * 3
+        assert not any(Path(f"/proc/{pid}/maps").exists() and "memfd:colrow" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+
+
 def test_a_stopped_rank_is_named_after_the_deadline() -> None:
     chance = random.Random(5)
     for _ in range(RUNS):

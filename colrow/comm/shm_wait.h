@@ -19,6 +19,7 @@
 #include "shm.h"
 
 #define SLEEP_NS 20000000      /* longest sleep between two looks at the peers */
+#define CONTENDED_NS 100000    /* a yield that took longer let another process run: who sleeps then gets the processor back sooner */
 #define PATIENCE_NS 100000000  /* after so long in a first step, return to Python, so that signals are handled there */
 
 static const char *const op_names[CR_OPS] = {"all_reduce(sum)", "all_reduce(max)", "all_gather", "reduce_scatter",
@@ -158,12 +159,14 @@ static void doze(Group *g, int peer) {
 }
 
 static int64_t wait_long(Group *g, int peer) {
-    int64_t entered = now_ns(), time = entered, status = 0;
+    int64_t entered = now_ns(), time = entered, yield_until = entered + g->yield_ns, status = 0;
     if (!g->wait_began) g->wait_began = entered;
     while (!has_published(g, peer)) {
-        if (time - entered < g->yield_ns) {
+        if (time < yield_until) {
+            int64_t before = time;
             sched_yield();
             time = now_ns();
+            if (time - before > CONTENDED_NS) yield_until = 0;
             continue;
         }
         doze(g, peer);

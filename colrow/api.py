@@ -62,13 +62,14 @@ def load(
     a weight is read. `dtype` "auto" is that of the files, float32 for GGUF. `stages.results` gets the plan and the gate's result.
     """
     from .engine.account import Stages
-    from .parallel import build
-    from .parallel.load import from_source
-    from .planning.derive import derive
-    from .proof.gate import gate as prove
 
     stages = stages or Stages()
     weights = check_degree(group.size, split)
+    with stages("imports"):
+        from .parallel import build
+        from .parallel.load import from_source
+        from .planning.derive import derive
+        from .proof.gate import gate as prove
     with stages("find"):
         files = on_rank_0(lambda: _find(model, trust_remote_code), group, "load.find")
         config = files.config()

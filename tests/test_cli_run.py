@@ -106,6 +106,14 @@ def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "no weights" in capsys.readouterr().err
 
 
+def test_verify_says_equal(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", model, "--tp", "2", "--backend", "threads"]) == 0
+    assert "equal" in capsys.readouterr().out
+    tiny.config("llama", **CONFIG).save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--tp", "3", "--small", "--no-train", "--backend", "threads"]) == 0
+    assert main(["verify", str(tmp_path), "--tp", "2"]) == 2  # no weights
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("options", [["--tp", "3", "--backend", "gloo"], ["--split", "3,1"]], ids=" ".join)
 def test_ranks_give_the_same_text_and_count_what_was_predicted(model: str, options: list[str]) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 WORDS = {
     "start": "starting ranks",
+    "imports": "importing torch and transformers",
     "find": "looking for the model",
     "plan": "planning",
     "gate": "proving the plan on a small copy",

@@ -15,6 +15,8 @@ from .screen import Screen, say
 
 def show(files: ModelFiles, ranks: int, split: Sequence[float], plan: Plan | None, dtype: str, what: dict[str, Any]) -> int:
     """The exit code: 0 if the two models are equal. `what`: small, stream, train, backend."""
+    if not what["small"]:
+        files.source().close()  # refuses missing and damaged weights before anything is computed
     with Screen() as screen:
         report = verify(files, ranks, tuple(split) or None, the_dtype(dtype), plan=plan, progress=screen.show, **what)
     say(report.text(color=sys.stdout.isatty()), end="")

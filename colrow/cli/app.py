@@ -16,7 +16,7 @@ from ..engine.settings import Sampling, check_dtype
 from ..errors import UserError
 from . import show
 from .job import Opening, Wish
-from .options import at_least_1, degree, read_plan, read_split
+from .options import at_least_1, degree, find_with_weights, read_plan, read_split
 
 app = typer.Typer(
     name="colrow",
@@ -123,7 +123,7 @@ def run(
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens), tuple(stop or ()), raw)
     if not prompt:
         raise UserError("the prompt is empty", works='-p "Once upon a time"')
-    opening = Opening(find(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
+    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
     show.run(ranks, backend, opening, prompt, wish)
 
 
@@ -154,5 +154,5 @@ def chat(
     shares, given = read_split(split), read_plan(plan_file)
     ranks = degree(tp, shares, given)
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens))
-    opening = Opening(find(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
+    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
     show.chat(ranks, backend, opening, system, wish)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..checkpoint.model_dir import ModelFiles, find
 from ..errors import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ def degree(tp: int | None, split: tuple[float, ...], plan: Plan | None) -> int:
     if split and not min(split) > 0:
         raise UserError("the shares of split must be above 0", ",".join(f"{w:g}" for w in split), "--split 3,1")
     return ranks
+
+
+def find_with_weights(model: str, trust_remote_code: bool) -> ModelFiles:
+    """The model's files. UserError, before anything is started, also where there is a config but no weights."""
+    files = find(model, trust_remote_code)
+    if files.kind == "config":
+        files.source()
+    return files
 
 
 def at_least_1(max_new_tokens: int | None) -> int | None:

@@ -183,21 +183,6 @@ def test_a_copy_of_a_split_model_is_refused_but_layers_may_be_copied() -> None:
     ask_split(at, hand_plan(at.config, 2), task)
 
 
-def test_dropout_is_refused_in_training_only() -> None:
-    at = whole(case("gpt2", resid_pdrop=0.1))
-    heads = whole(case("llama", attention_dropout=0.2))
-
-    def task(group: Group, model: Any) -> str:
-        model(at.ids)
-        model.train()
-        with pytest.raises(UserError, match="dropout") as error:
-            model(at.ids)
-        return str(error.value)
-
-    assert "resid_dropout with 0.1" in ask_split(at, hand_plan(at.config, 2), task)[0]
-    assert "self_attn with 0.2" in ask_split(heads, hand_plan(heads.config, 2), task)[0]
-
-
 def test_adapters_added_after_the_split_are_refused_in_training_only() -> None:
     """Their gradients would be parts on each rank, and nothing would tell."""
     at = whole(case("llama"))

@@ -24,7 +24,7 @@ from ..errors import UserError
 from ..partition import Partition
 from ..planning.plan import Edit, Plan, Region
 from ..planning.trace import model_class
-from . import attention, borders, embedding, generate, gradients, guards, head, linear, save
+from . import attention, borders, embedding, generate, gradients, guards, head, linear, random, save
 from .check import check, reduces
 from .state import State
 
@@ -63,7 +63,7 @@ def split(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
             borders.install(model, state, region)
     state.sums = gradients.install(model, plan, group)
     borders.forget_copies(model, state)
-    for part in (head, generate, save, guards):
+    for part in (head, generate, save, guards, random):
         part.install(model, state)
     model.colrow = state  # type: ignore[assignment]
     return model

@@ -86,6 +86,19 @@ def from_whole(
     _check_nothing_on_meta(model)
 
 
+def fill(
+    model: PreTrainedModel,
+    piece: Callable[[TensorPlan, torch.dtype], torch.Tensor],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> None:
+    """Fill the split `model` with what `piece(entry, dtype)` gives for each parameter; buffers are computed."""
+    _fill(model, *_plan_of(model), piece, dtype, device, progress)
+    remake_buffers(model, device)
+    _check_nothing_on_meta(model)
+
+
 def _plan_of(model: Any) -> tuple[Plan, int]:
     return model.colrow.plan, model.colrow.group.rank
 
@@ -153,7 +166,7 @@ def remake_buffers(model: nn.Module, device: torch.device | str) -> None:
 
     Whether it really writes a buffer cannot be seen from outside, so it runs over two different fillings and must give the same twice.
     """
-    for owner, module in _with_owner(model):
+    for owner, module in with_owner(model):
         lost = {leaf: b for leaf, b in module._buffers.items() if b is not None and b.is_meta}
         if not lost:
             continue
@@ -187,7 +200,7 @@ def _out_of_reach(module: nn.Module) -> Iterator[None]:
             owner._parameters.update(parameters)
 
 
-def _with_owner(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+def with_owner(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Every module with the nearest enclosing module that has `_init_weights`."""
 
     def walk(owner: nn.Module, module: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:

@@ -20,6 +20,7 @@ from ..planning.plan import Plan, Region
 
 if TYPE_CHECKING:
     from .gradients import GradientSums
+    from .random import Masks
 
 REMEMBERED = 4  # tensors whose f is kept: those that several modules of one block share
 
@@ -58,6 +59,7 @@ class State:
     copies: Copies = field(default_factory=Copies)
     sharded_logits: bool = False  # inside head.sharded_logits(model)
     sums: GradientSums | None = None  # the gradients that are summed as they arrive
+    masks: Masks | None = None  # of dropout
 
     def __deepcopy__(self, memo: dict) -> State:
         raise UserError(

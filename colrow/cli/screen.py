@@ -72,7 +72,7 @@ def account_lines(account: Account) -> Iterable[str]:
     for m in account.memory:
         words = f"rank {m.rank}: {nbytes(m.resident)} resident, {nbytes(m.parameters)} of it parameters"
         yield _line("memory" if m.rank == 0 else "", words)
-    yield _line("opening", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in account.stages if seconds >= 0.05))
+    yield _line("opening", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in account.stages))
     yield _line("gate", account.gate.removeprefix("gate: "))
     words = f"{account.first_token:.1f} s after the command, {account.prefill:.2f} s of it for {account.prompt_tokens} prompt tokens"
     yield _line("first token", words)

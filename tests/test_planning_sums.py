@@ -244,6 +244,29 @@ def test_more_ranks_than_features_leave_some_with_nothing() -> None:
     assert [cut.local_size(r) for r in range(70)] == [1] * 60 + [0] * 10
 
 
+class HalfOnly(Fused):
+    """Of two halves of one matrix only the first meets the cut axis: chunk would halve the rank's share in the wrong place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Norm60()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(torch.relu(gate)) + self.other(up).sum(-1, keepdim=True)
+
+
+class Norm60(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x, -1)
+
+
+def test_chunk_of_a_half_cut_axis_is_refused() -> None:
+    _, plan = derived(HalfOnly)
+    assert plan.tensor("blocks.0.up.weight").role == "whole"
+    assert any("chunk" in n.text for n in plan.notes)
+
+
 def test_reasons_name_module_and_op() -> None:
     _, plan = derived(Serial)
     entry: Any = plan.tensor("blocks.0.mlp.up.weight")

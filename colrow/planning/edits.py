@@ -46,8 +46,7 @@ class Uses:
     def solve(self, cuts: Cuts) -> tuple[list[Edit], list[Problem]]:
         """The edits that make every int right on every rank, or the first problem."""
         found: dict[Attribute, tuple[int, ...]] = {}
-        first = dict.fromkeys(use for leaf in cuts.leaves for use in self.by_leaf[leaf])
-        for use in first:
+        for use in sorted({use for leaf in cuts.alone for use in self.by_leaf[leaf]}, key=lambda use: (use.op, use.value, use.dim)):
             if self._agrees(use, cuts, found):
                 continue
             solution = self._solve(use, cuts, found)

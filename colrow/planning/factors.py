@@ -27,6 +27,9 @@ class Node:
         self.kids: tuple[Node, ...] = ()
         self.segs: tuple[Node, ...] = ()
 
+    def __hash__(self) -> int:
+        return self.id  # not the address, so that sets of nodes have the same order in every run
+
     def __repr__(self) -> str:
         return f"#{self.id}({self.size}{'!' if self.flag else ''})"
 

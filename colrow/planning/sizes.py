@@ -1,7 +1,7 @@
 """The integers that a model's code gives to torch functions, seen before they lose their origin; and index lists rewritten as slices.
 
 Where an int fixes the size of a result, the recorder is told: which value, which dim, and the expression the int came from (`ints.py`). One
-generator per kind of function says which ints those are. -1 and what torch works out by itself (`chunk`) fix nothing.
+generator per kind of function says which ints those are. -1 fixes nothing.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ class IntReader(TorchFunctionMode):
             return Tracked.of(out, ("size", self.recorder.value(args[0]), dim % args[0].dim()))
         if name in ("tensor", "as_tensor") and isinstance(out, torch.Tensor) and out.device.type == "meta":
             self._literal(func, out, args, kwargs)
-        elif name == "__getitem__":
-            for tensor, dim, expr in self._slice_bounds(args, out):
-                self.recorder.use(name, tensor, dim, expr)
-        elif name in _SIZES:
-            for tensor, dim, expr in _SIZES[name](args, kwargs, out):
+        of_source = {"__getitem__": self._slice_bounds, "chunk": self._chunks}.get(name)
+        if of_source is not None or name in _SIZES:
+            for tensor, dim, expr in (of_source or _SIZES[name])(args, kwargs, out):
                 self.recorder.use(name, tensor, dim, expr)
         return out
 
@@ -62,7 +60,15 @@ class IntReader(TorchFunctionMode):
         except (RuntimeError, TypeError, NotImplementedError):
             return
 
-    def _slice_bounds(self, args: Any, out: torch.Tensor) -> Fixed:
+    def _chunks(self, args: Any, kwargs: Any, outs: Any) -> Fixed:
+        """x.chunk(n, dim) into equal pieces: each is an n-th of what x has."""
+        n = args[1] if len(args) > 1 else kwargs["chunks"]
+        dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % args[0].dim()
+        if args[0].shape[dim] % n == 0:
+            whole = ("size", self.recorder.value(args[0]), dim)
+            yield from ((out, dim, ("//", whole, ("int", int(n)))) for out in outs)
+
+    def _slice_bounds(self, args: Any, kwargs: Any, out: torch.Tensor) -> Fixed:
         """x[..., a:b]: a result shorter than x was cut by ints of the code; its size is the difference of the bounds."""
         source, index = args
         index = index if isinstance(index, tuple) else (index,)
@@ -152,11 +158,21 @@ def _narrow_size(args: Any, kwargs: Any, out: torch.Tensor) -> Fixed:
     yield out, dim % out.dim(), expression(args[3] if len(args) > 3 else kwargs["length"])
 
 
+def _repeats(args: Any, kwargs: Any, out: torch.Tensor) -> Fixed:
+    """x.repeat(times): where x has one entry, the number of times is the size."""
+    times = _flat(args[1:])
+    shape = (1,) * (len(times) - args[0].dim()) + tuple(args[0].shape)
+    if len(times) == out.dim():
+        yield from ((out, d, expression(n)) for d, n in enumerate(times) if shape[d] == 1 and n != 1)
+
+
 _SIZES: dict[str, Callable[[Any, Any, Any], Fixed]] = {
     **dict.fromkeys(("view", "reshape", "expand", "broadcast_to", "new_zeros", "new_ones", "new_empty"), _output_sizes),
     **dict.fromkeys(("zeros", "ones", "empty", "rand", "randn"), _factory_sizes),
     **dict.fromkeys(("split", "split_with_sizes"), _split_sizes),
+    **dict.fromkeys(("repeat", "tile"), _repeats),
     "full": _full_sizes,
+    "new_full": lambda args, kwargs, out: _output_sizes(args[:2], kwargs, out),
     "unflatten": _unflatten_sizes,
     "narrow": _narrow_size,
 }

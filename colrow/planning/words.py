@@ -152,7 +152,7 @@ class _Words:
         elif module in self.rows and len(self.trace.values[self.trace.parameters[name]].shape) == 1:
             why = "added once, after the partial sums of its module are all-reduced"
         else:
-            why = f"axis of {_size(refusal)}: {refusal.text}" if refusal else "it has no axis to cut"
+            why = f"its axis of {_size(refusal)} is not cut: {refusal.text}" if refusal else "it has no axis to cut"
         return f"whole: {why}" + ("; it meets split work, so its gradient is summed over ranks" if partial else "")
 
     # regions
@@ -166,7 +166,7 @@ class _Words:
             cut = self.choice.cuts.partition(self.graph.axes.dims[b.value])
             last = Partition((cut.dim or 0) - len(self.graph.axes.dims[b.value]), cut.pieces)  # counted from the end
             out.append((b, self.region(b, "gather", "every rank makes its own slice; whole for callers", last)))
-        out.sort(key=lambda pair: self._position(pair[0]))
+        out.sort(key=lambda pair: (*self._position(pair[0]), pair[1].name))
         return tuple({(r.module, r.place, r.arg, r.op): r for _, r in reversed(out)}.values())[::-1]  # one for all runs of a module
 
     def _position(self, border: Border) -> tuple[int, int]:
@@ -231,7 +231,7 @@ class _Words:
         for name, entry in tensors.items():
             refusal = self.refusal(name)
             if entry.role == "whole" and len(entry.shape) > 1 and refusal is not None:
-                groups[fold(name), fold(f"axis of {_size(refusal)}: {refusal.text}.").removesuffix(".")] = None
+                groups[fold(name), fold(f"its axis of {_size(refusal)} is not cut: {refusal.text}.").removesuffix(".")] = None
         for name, text in groups:
             yield Note(name, f"stays whole, {text}")
         if not self.trace.attention and any("softmax" in op.name for op in self.trace.ops):

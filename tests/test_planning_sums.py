@@ -267,6 +267,49 @@ def test_chunk_of_a_half_cut_axis_is_refused() -> None:
     assert any("chunk" in n.text for n in plan.notes)
 
 
+class Mixed(nn.Module):
+    """A sum over cut and whole features together: the whole ones would count once per rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = Norm(), nn.Linear(H, I), nn.Linear(I + H, H)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(torch.cat([torch.relu(self.up(y)), y], -1))
+
+
+def test_a_sum_over_cut_and_whole_features_is_refused() -> None:
+    _, plan = derived(Mixed)
+    assert plan.tensor("blocks.0.down.weight").role == "whole"
+    assert any("together with what cannot be cut" in n.text for n in plan.notes)
+
+
+class Join(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+
+class Scaled(nn.Module):
+    """Seen from the scale alone, an f on it is cheapest; the other factor then needs one behind the product, which makes the first needless
+    (and wrong: the gradient would be added twice)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.one, self.two, self.three = Norm(), Feed(), Feed(), Feed()
+        self.gate, self.join = nn.Linear(H, 1), Join()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        left = self.one(y)
+        return x + self.three(self.join(left, self.gate(self.two(y))))
+
+
+def test_an_f_that_a_later_one_makes_needless_is_dropped() -> None:
+    _, plan = derived(Scaled)
+    assert places(plan, "copy") == ["blocks.0.norm.output", "blocks.0.join.output"]
+
+
 def test_reasons_name_module_and_op() -> None:
     _, plan = derived(Serial)
     entry: Any = plan.tensor("blocks.0.mlp.up.weight")

@@ -53,7 +53,7 @@ class Predicted:
         norm, head and loss."""
         if self.name.startswith("engine."):
             return "sampling"
-        return "blocks" if re.search(r"\.\d+\.", self.name) else "vocabulary"
+        return "vocabulary" if of_vocabulary(self.name) else "blocks"
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,11 @@ def fully_sharded(plan: Plan, dtype_bytes: int = 2, ranks: int | None = None) ->
         units[_block(t.name)] = units.get(_block(t.name), 0) + prod(t.shape) * dtype_bytes
     moves = (("all_gather", ""), ("all_gather", ".again"), ("reduce_scatter", ".grad"))
     return [Predicted(op, (unit or "root") + end, 1, size, among, unit=dtype_bytes) for op, end in moves for unit, size in units.items()]
+
+
+def of_vocabulary(name: str) -> bool:
+    """Whether a module, parameter or call site lies outside the repeated layers, which have a number in their path."""
+    return re.search(r"\.\d+\.", name) is None
 
 
 def _block(name: str) -> str:

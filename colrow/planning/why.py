@@ -87,7 +87,7 @@ def _of_heads(plan: Plan, entry: TensorPlan, rank: int) -> str:
         return ""
     for heads, what in ((found.query, "query heads" if found.query.size != found.kv.size else "heads"), (found.kv, "KV heads")):
         blocks, rest = divmod(entry.partition.size, heads.size)
-        if not rest and _in_blocks(entry.partition, heads):
+        if not rest and blocks % found.head_dim == 0 and _in_blocks(entry.partition, heads):
             return f"{what} {_ranges(heads.pieces[rank])} of {heads.size}, {blocks} features each"
     return ""
 

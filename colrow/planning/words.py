@@ -188,14 +188,19 @@ class _Words:
         return f"{listed(users)} {'work' if len(users) > 1 else 'works'} on slices, so each rank has a part of this gradient"
 
     def _split_users(self, value: int) -> list[int]:
-        """The ops on slices that a whole value leads to."""
+        """The first ops on slices that a whole value leads to, nearest first."""
         out: list[int] = []
-        for i in self.graph.consumers[value]:
-            op = self.graph.op(i)
-            if self.graph.op_leaves[i] & self.choice.flow.chosen:
-                out.append(i)
-            elif len(out) < 2 * LISTED:
-                out.extend(u for o in op.outputs if o >= 0 for u in self._split_users(o))
+        seen, ahead = {value}, [value]
+        for v in ahead:  # grows while it is gone through
+            for i in self.graph.consumers[v]:
+                if self.graph.op_leaves[i] & self.choice.flow.chosen:
+                    out.append(i)
+                else:
+                    new = [o for o in self.graph.op(i).outputs if o >= 0 and o not in seen]
+                    seen.update(new)
+                    ahead.extend(new)
+            if len(out) > 2 * LISTED:
+                break
         return out
 
     # heads

@@ -1,0 +1,123 @@
+"""Presets: what links and devices can do, each with its source. Bandwidths are per direction, in bytes per second.
+
+Vendors add both directions of NVLink (900 GB/s of an H100 are 450 each way) and quote products with sparsity; the numbers here do neither.
+Latencies of NCCL's rings are those that NCCL itself plans with (src/graph/tuning.cc, low-latency protocol): 6.6 µs to start, then 0.6 µs a
+hop over NVLink, 1.0 over PCIe, 2.7 over a network. `colrow bench --calibrate` writes a measured preset of the present machine.
+
+Not here: what a plan makes of them (timing.py).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..errors import UserError
+from .wire import Algorithm
+
+_NCCL = "latency: NCCL src/graph/tuning.cc (ring, LL)"
+_TCP = "latency: 25 µs a message over TCP, a common value for kernel sockets in one rack, not measured here"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One collective takes `start` + steps * `hop` + bytes sent / `bandwidth` seconds. `domain`: most ranks it joins; 0 = any number."""
+
+    name: str
+    words: str
+    bandwidth: float
+    hop: float
+    start: float
+    source: str
+    domain: int = 0
+    algorithms: tuple[Algorithm, ...] = ("ring", "tree")
+
+
+@dataclass(frozen=True)
+class Device:
+    """`read`: memory bandwidth; `flops`: dense 16-bit products per second; `memory` in bytes; `shared`: all ranks of a host share `read`
+    and `flops` (processes on one CPU). `efficiency`: what of `read` and `flops` code reaches, assumed for data sheets, 1 for measured ones."""
+
+    name: str
+    words: str
+    read: float
+    flops: float
+    memory: float
+    source: str
+    shared: bool = False
+    efficiency: tuple[float, float] = (0.75, 0.5)
+
+
+def _nvlink(name: str, words: str, gigabytes: float, source: str, domain: int = 8) -> Link:
+    return Link(name, words, gigabytes * 1e9, 0.6e-6, 6.6e-6, f"{source}; {_NCCL}", domain, ("ring", "tree", "one-shot", "two-shot"))
+
+
+LINKS: dict[str, Link] = {
+    link.name: link
+    for link in (
+        _nvlink("nvlink3", "NVLink 3 (A100)", 300, "NVIDIA A100 data sheet: 600 GB/s, both directions"),
+        _nvlink("nvlink4", "NVLink 4 (H100, H200)", 450, "NVIDIA H100 data sheet: 900 GB/s, both directions"),
+        _nvlink("nvlink5", "NVLink 5 (B200)", 900, "NVIDIA Blackwell data sheet: 1.8 TB/s, both directions"),
+        Link("pcie4", "PCIe 4.0 x16", 31.5e9, 1e-6, 6.6e-6, f"PCI-SIG: 16 GT/s, 128b/130b, 16 lanes; {_NCCL}", 8),
+        Link("pcie5", "PCIe 5.0 x16", 63e9, 1e-6, 6.6e-6, f"PCI-SIG: 32 GT/s, 128b/130b, 16 lanes; {_NCCL}", 8),
+        Link("hdr", "InfiniBand HDR", 25e9, 2.7e-6, 6.6e-6, f"IBTA: 200 Gbit/s; {_NCCL}"),
+        Link("ndr", "InfiniBand NDR", 50e9, 2.7e-6, 6.6e-6, f"IBTA: 400 Gbit/s; {_NCCL}"),
+        Link("100gbe", "100 Gbit Ethernet", 12.5e9, 10e-6, 10e-6, "IEEE 802.3; latency: assumed for RoCE, not measured here"),
+        Link("25gbe", "25 Gbit Ethernet", 3.125e9, 25e-6, 20e-6, f"IEEE 802.3; {_TCP}"),
+        Link("10gbe", "10 Gbit Ethernet", 1.25e9, 25e-6, 20e-6, f"IEEE 802.3; {_TCP}"),
+        Link("1gbe", "1 Gbit Ethernet", 0.125e9, 25e-6, 20e-6, f"IEEE 802.3; {_TCP}"),
+        Link("shm", "shared memory", 12e9, 2e-6, 8e-6, "measured on two cores of a Xeon", 0, ("one-shot", "two-shot")),
+    )
+}
+
+_GB = 1e9
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("a100", "A100 SXM 80 GB", 2.039e12, 312e12, 80 * _GB, "NVIDIA A100 data sheet"),
+        Device("h100", "H100 SXM 80 GB", 3.35e12, 989e12, 80 * _GB, "NVIDIA H100 data sheet (1,979 with sparsity, halved)"),
+        Device("h200", "H200 SXM 141 GB", 4.8e12, 989e12, 141 * _GB, "NVIDIA H200 data sheet (1,979 with sparsity, halved)"),
+        Device("b200", "B200 180 GB", 7.7e12, 2250e12, 180 * _GB, "NVIDIA HGX B200 data sheet (4.5 PFLOPS with sparsity, halved)"),
+        Device("rtx3090", "RTX 3090", 936e9, 71e12, 24 * _GB, "NVIDIA GA102 white paper, float32 accumulation"),
+        Device("rtx4090", "RTX 4090", 1008e9, 165.2e12, 24 * _GB, "NVIDIA Ada white paper, float32 accumulation"),
+        Device("rtx5090", "RTX 5090", 1792e9, 209.5e12, 32 * _GB, "NVIDIA RTX Blackwell white paper, float32 accumulation"),
+        Device("l40s", "L40S", 864e9, 362e12, 48 * _GB, "NVIDIA L40S data sheet (733 with sparsity, halved)"),
+        Device("cpu", "two cores of a Xeon", 25e9, 1.5e12, 24 * _GB, "measured: AVX-512 loads, torch bf16 products", True, (0.6, 0.8)),
+    )
+}
+
+USUAL_LINK = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5", "rtx5090": "pcie5", "cpu": "shm"}
+Preset = TypeVar("Preset", Link, Device)
+
+
+def link(name: str) -> Link:
+    """A preset, or the one in a file that `colrow bench --calibrate` wrote. UserError for neither."""
+    return _preset(name, LINKS, Link, "link")
+
+
+def device(name: str) -> Device:
+    return _preset(name, DEVICES, Device, "device")
+
+
+def usual_link(of: Device) -> Link:
+    """The link that such devices are joined by; PCIe 4 where the maker sells none faster."""
+    return LINKS[USUAL_LINK.get(of.name, "pcie4")]
+
+
+def _preset(name: str, known: dict[str, Preset], kind: type[Preset], word: str) -> Preset:
+    if name.lower() in known:
+        return known[name.lower()]
+    if Path(name).is_file():
+        try:
+            data = json.loads(Path(name).read_text(encoding="utf-8"))[word]
+            return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"the file is not a preset with a {word}", f"{name}: {error}", "a file of colrow bench --calibrate") from error
+    raise UserError(f"no {word} of this name", name, f"{', '.join(known)}, or a file of colrow bench --calibrate")
+
+
+def save(path: Path, of_link: Link, of_device: Device) -> None:
+    """A measured pair, in the form that --link and --device read."""
+    path.write_text(json.dumps({"link": asdict(of_link), "device": asdict(of_device)}, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,174 @@
+"""Memory of each rank: parameters, gradients, optimizer state, KV cache, activations, buffers; and what fits.
+
+Parameters and cache follow from the plan to the byte. Activations come from a run on meta tensors (parallel/saved.py) where there is one;
+beside it stand the formulas of Korthikanti et al. 2022 (arXiv:2205.05198, equations 1 to 6), which are about a GPT block with dropout. Not
+here: what the allocator and the libraries take on top; `RESERVE` stands for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from . import cost
+from .plan import Plan
+from .trace import Trace
+
+RESERVE = 0.1  # share of a device's memory left for context, allocator and kernels' work space
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What one attention module keeps for a token: `kv` heads of `key` + `value` elements."""
+
+    module: str
+    kv: int
+    key: int
+    value: int
+
+
+def heads(trace: Trace) -> tuple[Heads, ...]:
+    """Of every attention module that goes through transformers' AttentionInterface; others (Bloom, Mamba) keep what is not counted here."""
+    found = {}
+    for call in trace.attention:
+        _, kv, _, key = trace.values[call.k].shape
+        found[call.module] = Heads(call.module, kv, key, trace.values[call.v].shape[3])
+    return tuple(found.values())
+
+
+def cache_bytes_per_token(plan: Plan, kept: tuple[Heads, ...], dtype_bytes: int) -> list[int]:
+    """Bytes of keys and values of one token of one sequence, for each rank; modules that the plan does not cut keep all heads."""
+    local = {a.module: a.kv for a in plan.attention}
+    return [
+        sum((local[h.module].local_size(rank) if h.module in local else h.kv) * (h.key + h.value) for h in kept) * dtype_bytes
+        for rank in range(plan.ranks)
+    ]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    parameters: int
+    cache: int = 0
+    activations: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.cache + self.activations + self.gradients + self.optimizer + self.buffers
+
+    def fits(self, size: float) -> bool:
+        """Whether it leaves the reserve free on a device of `size` bytes."""
+        return self.total <= size * (1 - RESERVE)
+
+
+def serving(plan: Plan, kept: tuple[Heads, ...], batch: int, context: int, dtype_bytes: int = 2, step: int | None = None) -> list[Memory]:
+    """Of each rank when `batch` sequences have reached `context` tokens and `step` tokens go through at once (a prompt; the context, or a
+    piece of 2048 if that is less).
+
+    Activations: the widest value that a block holds at once, input and output with it; buffers: the largest collective, twice.
+    """
+    rows = batch * min(step or context, 2048)
+    cache = cache_bytes_per_token(plan, kept, dtype_bytes)
+    parameters = cost.parameter_bytes(plan, dtype_bytes)
+    width = [_width(plan, rank) for rank in range(plan.ranks)]
+    moved = max((p.logical_bytes for p in cost.predict(plan, 1, rows, "prefill", dtype_bytes, whole_logits=False)), default=0)
+    return [
+        Memory(parameters[r], cache[r] * batch * context, rows * width[r] * dtype_bytes, buffers=2 * moved if plan.ranks > 1 else 0)
+        for r in range(plan.ranks)
+    ]
+
+
+def _width(plan: Plan, rank: int) -> int:
+    """Elements per token of the two widest products of a layer and of three residual streams: what is alive at once."""
+    outputs, hidden = [0, 0], 0
+    for t in plan.tensors.values():
+        if len(t.shape) == 2 and not cost.of_vocabulary(t.name):
+            shape = t.partition.local_shape(t.shape, rank)
+            outputs.append(max(shape))
+            hidden = max(hidden, min(t.shape))
+    return sum(sorted(outputs)[-2:]) + 3 * hidden
+
+
+OPTIMIZERS: dict[str, int] = {"adamw": 12, "adamw-same": -2, "sgd": 0}
+"""Bytes for each parameter; negative: so many numbers in the parameters' own dtype. adamw: mixed precision with a float32 copy of the
+parameters and two float32 moments (Rajbhandari et al. 2020, section 3.1: with parameters and gradients 16 bytes)."""
+
+
+def training(plan: Plan, dtype_bytes: int = 2, optimizer: str = "adamw", activations: list[int] | None = None) -> list[Memory]:
+    """Of each rank in a training step; `activations` as measured on each rank, bytes."""
+    each, out = OPTIMIZERS[optimizer], []
+    for rank, size in enumerate(cost.parameter_bytes(plan, dtype_bytes)):
+        state = each * (size // dtype_bytes) if each >= 0 else -each * size
+        out.append(Memory(size, activations=(activations or [0] * plan.ranks)[rank], gradients=size, optimizer=state))
+    return out
+
+
+def largest_context(plan: Plan, kept: tuple[Heads, ...], size: float, batch: int = 1, dtype_bytes: int = 2) -> int:
+    """Tokens of each of `batch` sequences that fit into `size` bytes on every rank; 0 where the model does not fit at all."""
+    found = []
+    for with_one, kept_bytes in zip(serving(plan, kept, batch, 1, dtype_bytes, 2048), cache_bytes_per_token(plan, kept, dtype_bytes), strict=True):
+        room = size * (1 - RESERVE) - with_one.total
+        found.append(0 if room < 0 else int(room // (kept_bytes * batch)) + 1 if kept_bytes else 1 << 31)
+    return min(found)
+
+
+def activations_of_layer(
+    s: int, b: int, h: int, a: int, t: int = 1, sequence_parallel: bool = False, recompute: Recompute = "none"
+) -> float:
+    """Bytes that a rank keeps of one layer in 16 bits: Korthikanti et al. 2022, table 2.
+
+    s tokens, b sequences, h hidden size, a heads, t tensor-parallel ranks. "full" keeps the layer's input only.
+    """
+    scores = 0.0 if recompute == "selective" else 5 * a * s / h
+    if recompute == "full":
+        return 2 * s * b * h / (t if sequence_parallel else 1)
+    if sequence_parallel:
+        return s * b * h / t * (34 + scores)
+    return s * b * h * (10 + 24 / t + scores / t)
+
+
+@dataclass(frozen=True)
+class PaperModel:
+    """A row of table 3 of that paper."""
+
+    name: str
+    heads: int
+    hidden: int
+    layers: int
+    tensor: int
+    pipeline: int
+    micro_batch: int
+    sequence: int = 2048
+
+
+PAPER_MODELS = (
+    PaperModel("22B", 64, 6144, 48, 8, 1, 4),
+    PaperModel("175B", 96, 12288, 96, 8, 8, 1),
+    PaperModel("530B", 128, 20480, 105, 8, 35, 1),
+    PaperModel("1T", 160, 25600, 128, 8, 64, 1),
+)
+
+
+def paper_row(m: PaperModel) -> dict[str, float]:
+    """Bytes of the layers' activations on a rank of the first stage, by technique. That stage keeps L/p layers of p micro-batches, so L."""
+    ways: dict[str, tuple[bool, Recompute]] = {
+        "tensor parallel": (False, "none"),
+        "and sequence parallel": (True, "none"),
+        "and selective recomputation": (False, "selective"),
+        "and both": (True, "selective"),
+        "full recomputation": (False, "full"),
+    }
+    at = (m.sequence, m.micro_batch, m.hidden, m.heads, m.tensor)
+    return {way: m.layers * activations_of_layer(*at, sp, how) for way, (sp, how) in ways.items()}
+
+
+def parameters_of(plan: Plan) -> int:
+    """Elements of the whole model, tied ones once."""
+    return sum(prod(t.shape) for t in plan.tensors.values())

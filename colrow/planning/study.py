@@ -1,0 +1,137 @@
+"""Study: one model on one kind of machine at several degrees, ready to be printed, drawn or judged. Numbers only, no sentences.
+
+    study = Study.of(config, plan, Machine(device, link), Question(batch=1, context=4096))
+    study.rows[4].decode.tokens_per_second
+
+Words are in verdict.py, the page in report/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig
+
+from . import cost, degrees, memory, timing
+from .plan import Plan
+from .trace import trace
+
+DEGREES = (1, 2, 4, 8, 16)
+BATCHES = tuple(1 << k for k in range(11))
+
+Sampling = Callable[[int, int], list[cost.Predicted]]
+"""sampling(rows, ranks): the collectives by which ranks agree on the next tokens (the engine knows them)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """batch sequences of `context` tokens; `train`: also a training step; `dtype_bytes` of parameters and cache."""
+
+    batch: int = 1
+    context: int = 4096
+    train: bool = False
+    dtype_bytes: int = 2
+    memory: float = 0.0  # bytes of each device; 0: as the preset says
+
+
+@dataclass(frozen=True)
+class Row:
+    """One degree. `memory` and `training` per rank; `smaller` = the largest rank holds more than an equal share by this factor."""
+
+    plan: Plan
+    memory: tuple[memory.Memory, ...]
+    cache_per_token: tuple[int, ...]
+    largest_context: int
+    decode: timing.Time
+    prefill: timing.Time
+    by_batch: tuple[timing.Time, ...]  # decode at BATCHES
+    traffic: tuple[cost.Predicted, ...]  # of one decoded step
+    step: timing.Time | None = None
+    training: tuple[memory.Memory, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.ranks
+
+    def fits(self, size: float) -> bool:
+        return all(m.fits(size) for m in self.training or self.memory)
+
+
+@dataclass(frozen=True)
+class Study:
+    config: PreTrainedConfig
+    ranks: int  # the degree that was asked for
+    machine: timing.Machine
+    question: Question
+    model: timing.Model
+    rows: dict[int, Row]
+
+    @property
+    def row(self) -> Row:
+        return self.rows[self.ranks]
+
+    @property
+    def size(self) -> float:
+        """Bytes of memory of one device."""
+        return self.question.memory or self.machine.device.memory
+
+    @property
+    def smallest_that_fits(self) -> int | None:
+        return next((n for n, row in self.rows.items() if row.fits(self.size)), None)
+
+    @staticmethod
+    def of(
+        config: PreTrainedConfig,
+        plan: Plan,
+        machine: timing.Machine,
+        question: Question,
+        sampling: Sampling = lambda rows, ranks: [],
+        others: Sequence[int] = DEGREES,
+    ) -> Study:
+        """Plans the other degrees, counts, and predicts. Seconds for a large model, most of them for the trace."""
+        plans = degrees.plans(config, plan, others)
+        model = timing.Model.of(trace(degrees.shortened(config) or config))
+        model = _scaled(model, config)
+        rows = {n: _row(p, model, machine, question, sampling) for n, p in plans.items()}
+        return Study(config, plan.ranks, machine, question, model, rows)
+
+
+def _scaled(model: timing.Model, config: PreTrainedConfig) -> timing.Model:
+    """The model of two layers with the heads of all layers: layer number 1 again and again."""
+    layers = int(getattr(config, "num_hidden_layers", 0) or 0)
+    if layers <= degrees.SHORT or len(model.heads) != degrees.SHORT:
+        return model
+    last = model.heads[-1]
+    more = [replace(last, module=last.module.replace(f".{degrees.SHORT - 1}.", f".{n}.")) for n in range(degrees.SHORT, layers)]
+    return replace(model, heads=(*model.heads, *more), queries=model.queries // degrees.SHORT * layers)
+
+
+def _row(plan: Plan, model: timing.Model, machine: timing.Machine, q: Question, sampling: Sampling) -> Row:
+    n, size = plan.ranks, q.dtype_bytes
+    held = tuple(memory.serving(plan, model.heads, q.batch, q.context, size))
+
+    def decode(batch: int) -> timing.Time:
+        return timing.decode(plan, model, machine, batch, q.context, size, sampling(batch, n))
+
+    traffic = (*cost.predict(plan, q.batch, 1, "decode", size, whole_logits=False), *sampling(q.batch, n))
+    return Row(
+        plan,
+        held,
+        tuple(memory.cache_bytes_per_token(plan, model.heads, size)),
+        memory.largest_context(plan, model.heads, q.memory or machine.device.memory, q.batch, size),
+        decode(q.batch),
+        timing.prefill(plan, model, machine, q.batch, q.context, size),
+        tuple(decode(b) for b in BATCHES),
+        traffic,
+        timing.train(plan, model, machine, q.batch, q.context, size) if q.train else None,
+        tuple(memory.training(plan, size, activations=_activations(plan, model, q))) if q.train else (),
+    )
+
+
+def _activations(plan: Plan, model: timing.Model, q: Question) -> list[int]:
+    """Of a training step, by the formula of Korthikanti et al. without dropout's masks and with the scores not kept (fused attention)."""
+    hidden = min((min(t.shape) for t in plan.tensors.values() if len(t.shape) == 2), default=0)
+    rows = q.batch * q.context
+    layers = max(1, len(model.heads))
+    return [round(rows * hidden * layers * (10 + 24 / plan.ranks))] * plan.ranks

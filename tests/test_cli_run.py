@@ -95,7 +95,7 @@ def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[st
     tiny.config("llama", **CONFIG).save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--tp", "2", "--dtype", "float32", "--json", str(tmp_path / "plan.json")]) == 0
     out, _ = capsys.readouterr()
-    for word in ("down_proj", "rank 0: ", "rank 1: ", " of KV cache a token", "collectives a token: 5"):
+    for word in ("down_proj", "rank 0: ", "rank 1: ", " of KV cache a token", "collectives a token: 7"):
         assert word in out
     assert main(["plan", str(tmp_path), "--plan", str(tmp_path / "plan.json"), "--dtype", "float32"]) == 0
     assert capsys.readouterr().out == out

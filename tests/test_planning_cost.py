@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from colrow.comm import collectives, launch
+from colrow.comm import launch
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.parallel.head import sharded_logits
@@ -18,6 +18,7 @@ from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 from colrow.planning.shapes import config
 
+from .cost_ranks import ask_transport
 from .splitting import Whole, ask_split, case, whole
 
 H100_LINK = 450e9  # bytes per second and direction
@@ -131,18 +132,6 @@ def test_fsdp_moves_three_times_the_weights() -> None:
     found = cost.fully_sharded(plan)
     assert sum(p.logical_bytes for p in found) == 3 * size
     assert len(found) == 3 * 81
-
-
-def ask_transport(group: Group) -> list[tuple[str, int, int, int]]:
-    """(op, logical bytes, moved bytes, rank) of some collectives with even and odd sizes."""
-    for numel in (1, 999, 16_000, 500_001):
-        collectives.all_reduce(torch.ones(numel), group, f"all_reduce.{numel}")
-        sizes = [numel // (r + 1) for r in range(group.size)]
-        collectives.all_gather(torch.ones(sizes[group.rank]), group, f"all_gather.{numel}", 0, sizes)
-        collectives.reduce_scatter(torch.ones(sum(sizes)), group, f"reduce_scatter.{numel}", 0, sizes)
-        collectives.broadcast(torch.ones(numel), group, f"broadcast.{numel}")
-    limit = getattr(group.transport, "one_shot_limit", 0)
-    return [(name, t.logical_bytes, t.moved_bytes, limit) for (_, _, name), t in group.counters.sites.items()]
 
 
 def check_transport(kind: wire.Algorithm, results: list[list[tuple[str, int, int, int]]]) -> None:

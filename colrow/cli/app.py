@@ -14,9 +14,10 @@ import typer
 from ..checkpoint.model_dir import find
 from ..engine.settings import Sampling, check_dtype
 from ..errors import UserError
+from ..planning import links, shapes
 from . import show
 from .job import Opening, Wish
-from .options import at_least_1, degree, find_with_weights, read_plan, read_split
+from .options import Asked, at_least_1, degree, find_with_weights, read_bytes, read_plan, read_split
 
 app = typer.Typer(
     name="colrow",
@@ -47,24 +48,46 @@ Stop = Annotated[list[str] | None, typer.Option(help="End before this text appea
 
 @app.command()
 def plan(
-    model: Model,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file, a hub name, demo, or a shape like llama-3-70b.")
+    ],
     tp: Tp = None,
     split: Split = None,
     why: Annotated[str | None, typer.Option(help="Explain one parameter, by its name.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the plan to this file.")] = None,
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write plan, memory, traffic and time as one page.")] = None,
+    device: Annotated[
+        str, typer.Option(help="a100, h100, h200, b200, rtx3090, rtx4090, rtx5090, l40s, cpu, or a measured preset.")
+    ] = "h100",
+    link: Annotated[
+        str, typer.Option(help="nvlink4, pcie5, ndr, 10gbe, shm, ..., or a measured preset.", show_default="that of the device")
+    ] = "",
+    memory: Annotated[str, typer.Option(help="Memory of one device, such as 8GB.", show_default="that of the device")] = "",
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
+    train: Annotated[bool, typer.Option("--train", help="Also a training step.")] = False,
     plan_file: PlanFile = None,
     dtype: Dtype = "auto",
     trust_remote_code: Trust = False,
 ) -> None:
-    """Show how MODEL is split, and why. Reads no weights: a directory with a config.json is enough.
+    """Show how MODEL is split, why, what it costs and whether it pays. Reads no weights: a config.json is enough.
 
-    Example: colrow plan demo --tp 2
+    Example: colrow plan llama-3-70b --tp 4 --html plan.html
     """
     shares, given = read_split(split), read_plan(plan_file)
-    ranks, files = degree(tp, shares, given), find(model, trust_remote_code)
+    ranks, room = degree(tp, shares, given), read_bytes(memory)
+    known = shapes.known(model) and not Path(model).exists()
+    files = None if known else find(model, trust_remote_code)
+    check_dtype(dtype)
+    machine = links.machine(device, link)
     from . import plan as command
 
-    command.show(files, ranks, shares, given, why, json_file, check_dtype(dtype))
+    config = shapes.config(model) if files is None else files.config()
+    made = command.make(config, ranks, shares, given, json_file)
+    if why is not None:
+        command.explain(made, why)
+        return
+    command.show(model, config, made, dtype, machine, Asked(batch, seq, train, room), html_file)
 
 
 @app.command()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,3 +71,28 @@ def at_least_1(max_new_tokens: int | None) -> int | None:
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UserError("max-new-tokens must be at least 1", max_new_tokens, "--max-new-tokens 100")
     return max_new_tokens
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `plan` is asked about the model: `batch` sequences of `seq` tokens, also a training step; `memory` of a device, 0 = its own."""
+
+    batch: int
+    seq: int
+    train: bool
+    memory: float
+
+
+_UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def read_bytes(text: str) -> float:
+    """ "8GB" -> 8e9, "80 GiB" -> 85899345920; 0 where there is nothing."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = found.group(2).upper() if found else ""
+    unit += "B" if unit in ("K", "M", "G", "T") else ""
+    if not text:
+        return 0.0
+    if found is None or unit not in _UNITS or float(found.group(1)) == 0:
+        raise UserError("memory must be a number with a unit", text, "--memory 8GB")
+    return float(found.group(1)) * _UNITS[unit]

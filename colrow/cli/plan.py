@@ -1,47 +1,140 @@
-"""`colrow plan`: the plan, what it costs in memory and collectives, and why."""
+"""`colrow plan`: the plan, what it costs in memory, traffic and time, and whether it pays."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..api import plan as make_plan
 from ..api import the_dtype
-from ..checkpoint.model_dir import ModelFiles
+from ..engine import exchange
+from ..engine.settings import Sampling
 from ..errors import UserError
-from ..planning import cost
+from ..planning import cost, verdict
+from ..planning.links import Machine
 from ..planning.plan import Plan
+from ..planning.study import Question, Study
+from ..planning.study import Sampling as Sampler
+from .options import Asked
 from .screen import note, say
 from .units import nbytes
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def show(
-    files: ModelFiles, ranks: int, split: Sequence[float], given: Plan | None, why: str | None, json_file: Path | None, dtype: str
-) -> None:
-    config = files.config()
+
+def make(config: PreTrainedConfig, ranks: int, split: Sequence[float], given: Plan | None, json_file: Path | None) -> Plan:
+    """The plan, derived or given, and written where that is wanted."""
     plan = given or make_plan(config, ranks, split)
     if json_file is not None:
-        try:
-            json_file.write_text(plan.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError("the plan cannot be written", f"{json_file}: {error.strerror}", "--json plan.json") from error
-        note(f"written: {json_file}")
-    if why is not None:
-        say(plan.why(why))
-        return
+        _write(json_file, plan.to_json() + "\n", "--json plan.json")
+    return plan
+
+
+def explain(plan: Plan, name: str) -> None:
+    say(plan.why(name))
+
+
+def show(name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: Machine, asked: Asked, html_file: Path | None) -> None:
+    size = the_dtype(dtype, config).itemsize
+    question = Question(asked.batch, asked.seq, asked.train, size, asked.memory)
+    study = Study.of(config, plan, machine, question, sampling(config))
     say(f"{plan}\n")
-    for line in costs(plan, the_dtype(dtype, config).itemsize):
+    for line in (*memory_lines(study), "", *traffic_lines(study), *time_lines(study), "", *verdict_lines(study)):
         say(line)
+    if html_file is not None:
+        from ..report.page import page
+
+        _write(html_file, page(name, study), "--html plan.html")
 
 
-def costs(plan: Plan, dtype_bytes: int) -> list[str]:
-    """Memory of each rank and collectives of a token, in words."""
-    parameters, cache = cost.parameter_bytes(plan, dtype_bytes), cost.cache_bytes_per_token(plan, dtype_bytes)
-    lines = [f"in memory, at {dtype_bytes} bytes an element"]
-    for rank, (held, kept) in enumerate(zip(parameters, cache, strict=True)):
-        lines.append(f"  rank {rank}: {nbytes(held)} of parameters, {nbytes(kept)} of KV cache a token")
-    if plan.ranks > 1:
-        found = cost.predict(plan, 1, 1, "decode", dtype_bytes, whole_logits=False)
-        calls, size = sum(p.calls for p in found), sum(p.logical_bytes for p in found)
-        lines += ["", f"collectives a token: {calls}, of {nbytes(size)} together, and two small ones to choose the next token"]
+def _write(path: Path, text: str, works: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError("the plan cannot be written", f"{path}: {error.strerror}", works) from error
+    note(f"written: {path}")
+
+
+def sampling(config: PreTrainedConfig) -> Sampler:
+    """How ranks agree on the next tokens when they take the likeliest one: what the engine says of itself."""
+    vocab = int(getattr(config, "vocab_size", 0) or 0)
+
+    def of(rows: int, ranks: int) -> list[cost.Predicted]:
+        found = exchange.predicted(Sampling(0.0), rows, ranks, vocab)
+        return [cost.Predicted(op, site, calls, size, tuple(range(ranks)), unit=8) for op, site, calls, size in found]
+
+    return of
+
+
+def memory_lines(study: Study) -> list[str]:
+    """Of each rank of the plan; alike ranks on one line."""
+    row, q = study.row, study.question
+    parameters = cost.parameter_bytes(row.plan, q.dtype_bytes)
+    each: dict[str, list[int]] = {}
+    for rank, held in enumerate(row.memory):
+        cache = f"{nbytes(row.cache_per_token[rank])} of KV cache a token"
+        text = f"{nbytes(parameters[rank])} of parameters, {cache}, {nbytes(held.total)} in all"
+        each.setdefault(text, []).append(rank)
+    lines = [f"in memory, at {q.dtype_bytes} bytes an element, {q.batch} x {q.context:,} tokens"]
+    lines += [f"  rank{'s' * (len(ranks) > 1)} {_runs(ranks)}: {text}" for text, ranks in each.items()]
+    if row.training:
+        held = max(row.training, key=lambda m: m.total)
+        parts = f"gradients {nbytes(held.gradients)}, AdamW {nbytes(held.optimizer)}, activations {nbytes(held.activations)} by formula"
+        lines.append(f"  training: {nbytes(held.total)} a rank: {parts}")
+    return lines
+
+
+def _runs(ranks: list[int]) -> str:
+    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1 else ", ".join(map(str, ranks))
+
+
+def traffic_lines(study: Study) -> list[str]:
+    """Of one decoded step, of a prompt and of a training step; nothing on one rank."""
+    q, plan = study.question, study.row.plan
+    if plan.ranks == 1:
+        return []
+    phases: list[tuple[str, Sequence[cost.Predicted]]] = [
+        ("a decoded token" if q.batch == 1 else f"a step of {q.batch}", study.row.traffic)
+    ]
+    at = (plan, q.batch, q.context)
+    phases.append((f"a prompt of {q.batch} x {q.context:,}", cost.predict(*at, "prefill", q.dtype_bytes, whole_logits=False)))
+    if q.train:
+        forward, backward = (cost.predict(*at, phase, q.dtype_bytes) for phase in cost.STEP)
+        parallel = [p for phase in cost.STEP for p in cost.sequence_parallel(*at, phase, q.dtype_bytes)]
+        phases += [("training, forward", forward), ("training, backward", backward)]
+        phases.append(("full recomputation adds", cost.recomputed(*at, q.dtype_bytes)))
+        phases.append(("the step with sequence parallelism", parallel))
+        phases.append(("the step with FSDP instead", cost.fully_sharded(plan, q.dtype_bytes)))
+    lines = ["between ranks: collectives, bytes of their tensors, bytes that each rank sends with a ring (by formula)"]
+    for name, found in phases:
+        parts = []
+        for section in cost.SECTIONS:
+            total = cost.total(found, "ring", section)
+            if total.calls:
+                parts.append(f"{section} {total.calls} x, {total.logical_bytes:,} B, sent {total.sent:,} B")
+        lines.append(f"  {name}: {'; '.join(parts)}")
+    return [*lines, f"collectives a token: {len(study.row.traffic)}", ""]
+
+
+def time_lines(study: Study) -> list[str]:
+    device, link = study.machine.device, study.machine.link
+    lines = [f"in time, by a model of latency and bandwidth: {device.words} ({device.source}), {link.words}"]
+    head = ("tp", "decode tokens/s", "limit", "prefill tokens/s", "limit", "largest rank", "context that fits")
+    rows: list[tuple[str, ...]] = [head + (("step", "limit") if study.question.train else ())]
+    for n, row in study.rows.items():
+        largest = max(m.total for m in row.training or row.memory)
+        cells: tuple[str, ...] = (f"{n}{'  <' if n == study.ranks else ''}", f"{row.decode.tokens_per_second:,.1f}", row.decode.rules)
+        cells += (f"{row.prefill.tokens_per_second:,.0f}", row.prefill.rules, nbytes(largest), f"{row.largest_context:,}")
+        rows.append(cells + ((f"{row.step.total:.3g} s", row.step.rules) if row.step else ()))
+    widths = [max(len(r[c]) for r in rows) for c in range(len(rows[0]))]
+    return [*lines, *("  " + "  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows)]
+
+
+def verdict_lines(study: Study) -> list[str]:
+    lines = ["verdict"]
+    for said in verdict.verdict(study):
+        lines += textwrap.wrap(f"{said.about}: {said.text}", 110, initial_indent="  ", subsequent_indent="    ")
     return lines

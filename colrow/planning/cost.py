@@ -21,6 +21,8 @@ Phase = Literal["prefill", "decode", "train_forward", "train_backward"]
 """prefill: a forward pass over all tokens. decode: over one. Both return whole logits. train_forward: with the loss, the logits stay
 slices."""
 
+STEP: tuple[Phase, Phase] = ("train_forward", "train_backward")
+
 Section = Literal["blocks", "vocabulary", "sampling"]
 SECTIONS: tuple[Section, ...] = ("blocks", "vocabulary", "sampling")
 
@@ -197,7 +199,11 @@ def fully_sharded(plan: Plan, dtype_bytes: int = 2, ranks: int | None = None) ->
     for t in plan.tensors.values():
         units[_block(t.name)] = units.get(_block(t.name), 0) + prod(t.shape) * dtype_bytes
     moves = (("all_gather", ""), ("all_gather", ".again"), ("reduce_scatter", ".grad"))
-    return [Predicted(op, (unit or "root") + end, 1, size, among, unit=dtype_bytes) for op, end in moves for unit, size in units.items()]
+    return [
+        Predicted(op, f"{unit}.weights{end}" if unit else f"root{end}", 1, size, among, unit=dtype_bytes)
+        for op, end in moves
+        for unit, size in units.items()
+    ]
 
 
 def of_vocabulary(name: str) -> bool:

@@ -1,7 +1,7 @@
 """The plans of several degrees at once, quickly: what `colrow plan` compares a plan with.
 
-Layers that are alike are planned once: a plan of two layers is stretched to the model's number, and whether that is right is checked where a
-plan of the whole model is at hand. Where layers differ, each degree is derived in full. Not here: what the plans cost.
+Layers that are alike are planned once: a plan of two layers is stretched to the model's number, and whether that is right is checked at the
+degree for which the plan of the whole model is at hand. Where layers differ, each degree is derived in full. Not here: costs.
 """
 
 from __future__ import annotations

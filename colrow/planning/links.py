@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import UserError
-from .wire import Algorithm
+
+if TYPE_CHECKING:
+    from .wire import Algorithm  # leads to torch, which takes seconds; names are checked before
 
 _NCCL = "latency: NCCL src/graph/tuning.cc (ring, LL)"
 _TCP = "latency: 25 µs a message over TCP, a common value for kernel sockets in one rack, not measured here"
@@ -38,7 +40,8 @@ class Link:
 @dataclass(frozen=True)
 class Device:
     """`read`: memory bandwidth; `flops`: dense 16-bit products per second; `memory` in bytes; `shared`: all ranks of a host share `read`
-    and `flops` (processes on one CPU). `efficiency`: what of `read` and `flops` code reaches, assumed for data sheets, 1 for measured ones."""
+    and `flops` (processes on one CPU). `efficiency`: what of `read` and `flops` code
+    reaches, assumed for data sheets, 1 for measured ones."""
 
     name: str
     words: str
@@ -89,7 +92,20 @@ DEVICES: dict[str, Device] = {
 }
 
 USUAL_LINK = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5", "rtx5090": "pcie5", "cpu": "shm"}
+BEYOND = "ndr"  # joins the domains of a link
 Preset = TypeVar("Preset", Link, Device)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind and what joins them."""
+
+    device: Device
+    link: Link
+
+    def joins(self, ranks: int) -> Link:
+        """The link that `ranks` ranks meet at: beyond its domain, InfiniBand."""
+        return self.link if not self.link.domain or ranks <= self.link.domain else LINKS[BEYOND]
 
 
 def link(name: str) -> Link:
@@ -106,13 +122,22 @@ def usual_link(of: Device) -> Link:
     return LINKS[USUAL_LINK.get(of.name, "pcie4")]
 
 
+def machine(of_device: str, of_link: str = "") -> Machine:
+    """Presets by name; without a link, the one that is usual for the device (a measured preset's own)."""
+    found = device(of_device)
+    if of_link:
+        return Machine(found, link(of_link))
+    return Machine(found, link(of_device) if Path(of_device).is_file() else usual_link(found))
+
+
 def _preset(name: str, known: dict[str, Preset], kind: type[Preset], word: str) -> Preset:
     if name.lower() in known:
         return known[name.lower()]
     if Path(name).is_file():
         try:
             data = json.loads(Path(name).read_text(encoding="utf-8"))[word]
-            return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
+            values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+            return kind(**values)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"the file is not a preset with a {word}", f"{name}: {error}", "a file of colrow bench --calibrate") from error
     raise UserError(f"no {word} of this name", name, f"{', '.join(known)}, or a file of colrow bench --calibrate")

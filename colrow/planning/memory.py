@@ -113,7 +113,9 @@ def training(plan: Plan, dtype_bytes: int = 2, optimizer: str = "adamw", activat
 def largest_context(plan: Plan, kept: tuple[Heads, ...], size: float, batch: int = 1, dtype_bytes: int = 2) -> int:
     """Tokens of each of `batch` sequences that fit into `size` bytes on every rank; 0 where the model does not fit at all."""
     found = []
-    for with_one, kept_bytes in zip(serving(plan, kept, batch, 1, dtype_bytes, 2048), cache_bytes_per_token(plan, kept, dtype_bytes), strict=True):
+    for with_one, kept_bytes in zip(
+        serving(plan, kept, batch, 1, dtype_bytes, 2048), cache_bytes_per_token(plan, kept, dtype_bytes), strict=True
+    ):
         room = size * (1 - RESERVE) - with_one.total
         found.append(0 if room < 0 else int(room // (kept_bytes * batch)) + 1 if kept_bytes else 1 << 31)
     return min(found)

@@ -6,11 +6,12 @@ from its ops, whatever its name). A directory of the same name is read instead w
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import AutoConfig, PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _SIZES = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
@@ -81,5 +82,7 @@ def config(name: str, dtype: str = "bfloat16") -> PreTrainedConfig:
     """The transformers config of a known shape. UserError for an unknown name."""
     if not known(name):
         raise UserError("no model shape of this name", name, ", ".join(SHAPES))
+    from transformers import AutoConfig  # takes seconds, and known() is asked before
+
     shape = dict(SHAPES[name.lower()])
     return AutoConfig.for_model(shape.pop("model_type"), **shape, dtype=dtype)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig
 
 from . import cost, degrees, memory, timing
+from .links import Machine
+from .memory import Memory
 from .plan import Plan
 from .trace import trace
 
@@ -40,7 +42,7 @@ class Row:
     """One degree. `memory` and `training` per rank; `smaller` = the largest rank holds more than an equal share by this factor."""
 
     plan: Plan
-    memory: tuple[memory.Memory, ...]
+    memory: tuple[Memory, ...]
     cache_per_token: tuple[int, ...]
     largest_context: int
     decode: timing.Time
@@ -48,7 +50,7 @@ class Row:
     by_batch: tuple[timing.Time, ...]  # decode at BATCHES
     traffic: tuple[cost.Predicted, ...]  # of one decoded step
     step: timing.Time | None = None
-    training: tuple[memory.Memory, ...] = ()
+    training: tuple[Memory, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -62,7 +64,7 @@ class Row:
 class Study:
     config: PreTrainedConfig
     ranks: int  # the degree that was asked for
-    machine: timing.Machine
+    machine: Machine
     question: Question
     model: timing.Model
     rows: dict[int, Row]
@@ -84,7 +86,7 @@ class Study:
     def of(
         config: PreTrainedConfig,
         plan: Plan,
-        machine: timing.Machine,
+        machine: Machine,
         question: Question,
         sampling: Sampling = lambda rows, ranks: [],
         others: Sequence[int] = DEGREES,
@@ -107,7 +109,7 @@ def _scaled(model: timing.Model, config: PreTrainedConfig) -> timing.Model:
     return replace(model, heads=(*model.heads, *more), queries=model.queries // degrees.SHORT * layers)
 
 
-def _row(plan: Plan, model: timing.Model, machine: timing.Machine, q: Question, sampling: Sampling) -> Row:
+def _row(plan: Plan, model: timing.Model, machine: Machine, q: Question, sampling: Sampling) -> Row:
     n, size = plan.ranks, q.dtype_bytes
     held = tuple(memory.serving(plan, model.heads, q.batch, q.context, size))
 

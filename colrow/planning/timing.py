@@ -1,7 +1,7 @@
 """Time: how long a rank reads, multiplies, waits and sends. A latency-bandwidth model, nothing fitted.
 
 One pass takes max(bytes read / bandwidth, products / flops) on the slowest rank, plus for each collective `start` + steps * `hop` + bytes
-sent / bandwidth with the best algorithm that the link has; nothing overlaps. So it is a bound for good code, and a split is never flattered.
+sent / bandwidth with the best algorithm that the link has; nothing overlaps. It is a bound for good code, and a split is never flattered.
 Efficiencies come with the device (links.py). Not here: what follows from it (verdict.py).
 """
 
@@ -13,11 +13,9 @@ from math import prod
 from typing import Literal
 
 from . import cost, memory, wire
-from .links import LINKS, Device, Link
+from .links import Link, Machine
 from .plan import Plan, TensorPlan
 from .trace import Trace
-
-BEYOND = "ndr"  # joins the domains of a link
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,6 @@ class Model:
         width = {call.module: prod(trace.values[call.q].shape[1::2]) for call in trace.attention}
         experts = next((n for key in ("num_experts_per_tok", "moe_top_k", "top_k_experts") if (n := getattr(trace.config, key, 0))), 0)
         return Model(memory.heads(trace), sum(width.values()), lookups, int(experts))
-
-
-@dataclass(frozen=True)
-class Machine:
-    device: Device
-    link: Link
-
-    def joins(self, ranks: int) -> Link:
-        """The link that `ranks` ranks meet at: beyond its domain, InfiniBand."""
-        return self.link if not self.link.domain or ranks <= self.link.domain else LINKS[BEYOND]
 
 
 @dataclass(frozen=True)
@@ -117,8 +105,7 @@ def prefill(plan: Plan, model: Model, machine: Machine, batch: int, length: int,
 
 def train(plan: Plan, model: Model, machine: Machine, batch: int, length: int, dtype_bytes: int = 2) -> Time:
     """Forward and backward of a step: three times the products of a forward pass. The optimizer is left out."""
-    phases: tuple[cost.Phase, ...] = ("train_forward", "train_backward")
-    found = [p for phase in phases for p in cost.predict(plan, batch, length, phase, dtype_bytes)]
+    found = [p for phase in cost.STEP for p in cost.predict(plan, batch, length, phase, dtype_bytes)]
     once = _pass(plan, model, machine, batch, batch * length, length / 2, dtype_bytes, found, cached=False)
     return Time(once.ranks, once.tokens, 3 * once.reading, 3 * once.computing, once.latency, once.moving)
 

@@ -6,11 +6,12 @@ Every sentence is a condition on the study's numbers; nothing is said about a mo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import cost
+from .links import LINKS, Link, Machine
 from .study import BATCHES, Row, Study
-from .timing import Time
+from .timing import Time, collectives
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,19 @@ def gigabytes(count: float) -> str:
 
 def _fit(study: Study) -> Iterator[Say]:
     q, row, smallest = study.question, study.row, study.smallest_that_fits
-    what = "A training step" if q.train else f"{q.batch} x {q.context:,} tokens"
+    what = f"Training on {q.batch} x {q.context:,} tokens" if q.train else f"Serving {q.batch} x {q.context:,} tokens"
     needed = max((m.total for m in row.training or row.memory), default=0)
     size = gigabytes(study.size)
     if smallest is None:
-        yield Say("fit", f"{what} fit into no split up to {max(study.rows)} devices of {size}: the largest rank of tp={row.ranks} needs {gigabytes(needed)}.")
+        yield Say(
+            "fit",
+            f"{what} fits into no split up to {max(study.rows)} devices of {size}; the largest rank of tp={row.ranks} "
+            f"needs {gigabytes(needed)}.",
+        )
     elif smallest == 1:
-        yield Say("fit", f"{what} fit on one device of {size}: no split is needed to fit.")
+        yield Say("fit", f"{what} fits on one device of {size}: no split is needed to fit.")
     else:
-        yield Say("fit", f"To fit {what.lower() if q.train else what} into {size} a device, tp={smallest} is the smallest split.")
+        yield Say("fit", f"{what} needs a split: tp={smallest} is the smallest that fits devices of {size}.")
     if row.ranks != smallest or smallest == 1:
         word = "fits" if row.fits(study.size) else "does not fit"
         yield Say("fit", f"At tp={row.ranks} the largest rank needs {gigabytes(needed)} of {size}, which {word} (a tenth is left free).")
@@ -96,8 +101,8 @@ def _limits(study: Study) -> Iterator[Say]:
     limit = "latency" if t.latency > t.moving else "bandwidth"
     yield Say(
         "link",
-        f"A decoded step makes {sent.calls} all-reduces in the blocks, {sent.logical_bytes:,} bytes; a ring sends {sent.sent:,} bytes from each "
-        f"rank, {share:.2g} % of what {link.words} can carry. Of the collectives' time {limit} limits: {1e3 * t.latency:.3g} ms against "
+        f"A decoded step makes {sent.calls} all-reduces in the blocks, {sent.logical_bytes:,} bytes; a ring sends {sent.sent:,} bytes "
+        f"from each rank, {share:.2g} % of what {link.words} can carry. Of the collectives' time {limit} limits: {1e3 * t.latency:.3g} ms against "
         f"{1e3 * t.moving:.3g} ms.",
     )
     crossing = next((b for b, time in zip(BATCHES, row.by_batch, strict=True) if time.moving > time.latency), None)
@@ -107,10 +112,28 @@ def _limits(study: Study) -> Iterator[Say]:
     if not pays:
         yield Say("break-even", f"At no batch up to {BATCHES[-1]:,} does tp={row.ranks} decode faster than one device.")
     elif len(pays) < len(BATCHES):
-        yield Say("break-even", f"tp={row.ranks} decodes faster than one device at batch {pays[0]} to {pays[-1]} (of 1 to {BATCHES[-1]:,}).")
+        yield Say(
+            "break-even", f"tp={row.ranks} decodes faster than one device at batch {pays[0]} to {pays[-1]} (of 1 to {BATCHES[-1]:,})."
+        )
     domain = study.machine.link.domain
     if domain and row.ranks > domain:
-        yield Say("link", f"{study.machine.link.words} joins {domain} devices: tp={row.ranks} leaves that domain and meets at {link.words}.")
+        yield Say(
+            "link", f"{study.machine.link.words} joins {domain} devices: tp={row.ranks} leaves that domain and meets at {link.words}."
+        )
+    slower = [LINKS[name] for name in ("pcie4", "100gbe", "10gbe", "1gbe") if LINKS[name].bandwidth < link.bandwidth]
+    if slower and not study.machine.device.shared:
+        costs = (f"{_over(study, other, t):,.3g} and {_over(study, other, row.prefill):,.0f} over {other.words}" for other in slower)
+        yield Say("link", f"The same split over other links, tokens/s decoding and prefill: {'; '.join(costs)}.")
+
+
+def _over(study: Study, link: Link, time: Time) -> float:
+    """Tokens per second of a pass whose collectives go over another link; decoding or prefill, as its tokens tell."""
+    q = study.question
+    found = (
+        study.row.traffic if time is study.row.decode else cost.predict(study.row.plan, q.batch, q.context, "prefill", q.dtype_bytes, False)
+    )
+    latency, moving = collectives(found, Machine(study.machine.device, replace(link, domain=0)))
+    return replace(time, latency=latency, moving=moving).tokens_per_second
 
 
 def _ways_out(study: Study) -> Iterator[Say]:
@@ -118,13 +141,13 @@ def _ways_out(study: Study) -> Iterator[Say]:
     n, row, smallest = study.ranks, study.row, study.smallest_that_fits
     if n == 1:
         return
-    if smallest is not None and smallest < n and n % smallest == 0:
+    if smallest is not None and smallest < n and n % smallest == 0 and not study.machine.device.shared:
         fewer = study.rows[smallest]
         together = n // smallest * fewer.decode.tokens_per_second
         yield Say(
             "instead",
-            f"{n // smallest} replicas of tp={smallest} serve {together:,.3g} tokens/s in all at batch {study.question.batch} each, where tp={n} "
-            f"serves {row.decode.tokens_per_second:,.3g}: replicas for throughput, the split for the time of one answer.",
+            f"{n // smallest} replicas of tp={smallest} serve {together:,.3g} tokens/s in all at batch {study.question.batch} each, where "
+            f"tp={n} serves {row.decode.tokens_per_second:,.3g}: replicas for throughput, the split for the time of one answer.",
         )
     slow = row.decode.latency + row.decode.moving > max(row.decode.reading, row.decode.computing)
     if slow:
@@ -133,8 +156,8 @@ def _ways_out(study: Study) -> Iterator[Say]:
         stage = study.rows[1].decode.total + steps
         yield Say(
             "instead",
-            f"Over {hop.words} collectives take longer than the work between them. {n} pipeline stages would pass {n - 1} small messages a token: "
-            f"{study.question.batch / stage:,.3g} tokens/s for one answer, and all stages busy with {n} of them.",
+            f"Over {hop.words} collectives take longer than the work between them. {n} pipeline stages would pass {n - 1} small messages a "
+            f"token: {study.question.batch / stage:,.3g} tokens/s for one answer, and all stages busy with {n} of them.",
         )
     if smallest is None or smallest > 1:
         whole = study.rows[1].memory[0]
@@ -142,7 +165,10 @@ def _ways_out(study: Study) -> Iterator[Say]:
             if whole.total - whole.parameters * (1 - share) <= study.size * 0.9:
                 yield Say("instead", f"Quantized to {bits} bits (scales included) the model fits on one device of {gigabytes(study.size)}.")
                 break
-        yield Say("instead", "Offload to host memory reads the rest of the weights over PCIe for every token: slower by the ratio of the bandwidths.")
+        yield Say(
+            "instead",
+            "Offload to host memory reads the rest of the weights over PCIe for every token: slower by the ratio of the bandwidths.",
+        )
 
 
 def _shape(study: Study) -> Iterator[Say]:
@@ -153,19 +179,28 @@ def _shape(study: Study) -> Iterator[Say]:
         yield Say("shape", f"tp={row.ranks} above the number of KV groups copies KV heads: the cache stops shrinking at {heads}.")
     uneven = _uneven(row)
     if uneven > 1.01:
-        yield Say("shape", f"tp={row.ranks} is uneven: the largest rank holds {uneven:.2f} times an equal share, and the others wait for it.")
+        yield Say(
+            "shape", f"tp={row.ranks} is uneven: the largest rank holds {uneven:.2f} times an equal share, and the others wait for it."
+        )
     bad = [n for n, r in study.rows.items() if n != row.ranks and _uneven(r) > 1.01]
     if bad:
         yield Say("shape", f"Also uneven: tp={', '.join(map(str, bad))}.")
     whole = [note.subject for note in row.plan.notes]
     if whole:
-        yield Say("shape", f"{len(whole)} part(s) of the model stay whole on every rank: {', '.join(whole[:3])}{' ...' if len(whole) > 3 else ''}.")
+        yield Say(
+            "shape",
+            f"{len(whole)} part(s) of the model stay whole on every rank: {', '.join(whole[:3])}{' ...' if len(whole) > 3 else ''}.",
+        )
 
 
 def _uneven(row: Row) -> float:
     """The largest rank's share of what is cut, times the number of ranks."""
     held = [
-        sum(t.partition.local_size(r) * (t.shape[1 - (t.partition.dim or 0)] if len(t.shape) == 2 else 1) for t in row.plan.tensors.values() if t.partition.dim is not None)
+        sum(
+            t.partition.local_size(r) * (t.shape[1 - (t.partition.dim or 0)] if len(t.shape) == 2 else 1)
+            for t in row.plan.tensors.values()
+            if t.partition.dim is not None
+        )
         for r in range(row.ranks)
     ]
     return max(held) * len(held) / sum(held) if sum(held) else 1.0

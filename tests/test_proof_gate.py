@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers import OPTConfig
 
 from colrow.planning.derive import derive
 from colrow.proof import gate, gate_cache
@@ -33,6 +34,14 @@ def test_healthy_models_pass(family, ranks):
 def test_other_degrees_pass(ranks):
     config = tiny.config("llama-tied")
     assert gate.gate(config, derive(config, ranks)).largest < 1e-12
+
+
+def test_gradients_that_are_zero_but_for_rounding_are_not_measured_against_nothing():
+    """A softmax cancels the bias of the keys."""
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "ffn_dim": 51, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    config = OPTConfig(**tiny.TOKENS, **sizes, word_embed_proj_dim=48, dropout=0.0)
+    result = gate.gate(config, derive(config, 2))
+    assert result.largest < 1e-11
 
 
 def test_unequal_ranks_pass():

@@ -131,17 +131,17 @@ def _steps(model: nn.Module, plan: Plan, rank: int, reference: Reference) -> Ite
             continue  # told already
         size = compare.largest(parameter)
         steps = zip(optimizers(parameter, reference.steps), optimizers(expected, reference.steps), strict=True)
-        for (kind, mine, gain), (_, whole, _) in steps:
+        for (kind, mine, gain, reach), (_, whole, _, _) in steps:
             before, whole_before = parameter.detach().clone(), expected.detach().clone()
             mine.step()
             whole.step()
             change, whole_change = parameter.detach() - before, expected.detach() - whole_before
-            scale = compare.largest(whole_change) or 1.0
+            scale = max(compare.largest(whole_change), reach(reference.scales[name]))
             error = reference.own_error("gradients", name)
             rounding = torch.finfo(reference.dtype).eps * size  # of the parameter itself, to which the change is added
             own = (gain * (error or 0.0) * reference.scales[name] + rounding) / scale
             floor = gain * tolerance(reference.dtype, error) * reference.scales[name] / scale
-            yield compare.item(kind, name, whole_change, change, max(floor, tolerance(reference.dtype, own)), own)
+            yield compare.item(kind, name, whole_change, change, max(floor, tolerance(reference.dtype, own)), own, scale)
 
 
 def _copies(kind: str, tensors: dict[str, torch.Tensor | None], plan: Plan, rank: int) -> Copies:

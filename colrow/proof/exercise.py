@@ -143,7 +143,12 @@ def step_sizes(model: nn.Module) -> StepSizes:
     return StepSizes(sgd=0.1 * size / slope, adamw=0.1 * size, eps=slope)
 
 
-def optimizers(parameter: nn.Parameter, sizes: StepSizes) -> Iterator[tuple[str, torch.optim.Optimizer, float]]:
-    """SGD, then AdamW: name, optimizer, and by how much a change of the gradient can change the step at most."""
-    yield "SGD", torch.optim.SGD([parameter], lr=sizes.sgd), sizes.sgd
-    yield "AdamW", torch.optim.AdamW([parameter], lr=sizes.adamw, eps=sizes.eps, weight_decay=0.1), sizes.adamw / sizes.eps
+Reach = Callable[[float], float]
+"""By how much a step moves an element whose gradient is that large."""
+
+
+def optimizers(parameter: nn.Parameter, sizes: StepSizes) -> Iterator[tuple[str, torch.optim.Optimizer, float, Reach]]:
+    """SGD, then AdamW: name, optimizer, how much faster than the gradient the step can change, and the step's reach."""
+    yield "SGD", torch.optim.SGD([parameter], lr=sizes.sgd), sizes.sgd, lambda g: sizes.sgd * g
+    adamw = torch.optim.AdamW([parameter], lr=sizes.adamw, eps=sizes.eps, weight_decay=0.1)
+    yield "AdamW", adamw, sizes.adamw / sizes.eps, lambda g: sizes.adamw * g / (g + sizes.eps)

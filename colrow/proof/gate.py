@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..parallel import build, load
 from ..planning.plan import Plan
 from . import gate_cache, trail
+from . import whole as whole_model
 from .compare import Comparison
 from .evidence import Evidence, examine, judge
 from .exercise import Questions, ask, questions
@@ -28,7 +29,6 @@ from .precision import FLOOR, Float64
 from .reference import Reference, reference
 from .report import describe
 from .shrink import Small, shrink
-from .whole import build as build_whole
 
 DTYPE = torch.float64
 State = dict[str, torch.Tensor]
@@ -76,12 +76,15 @@ def gate(config: PreTrainedConfig, plan: Plan, *, weights: Sequence[float] | Non
 
 def prove(small: Small) -> Comparison:
     """Splits the small copy and compares it with itself as a whole. GateRefused where they differ."""
-    whole = build_whole(small.config, DTYPE)
-    add_noise(whole)
-    state = {name: t.detach().clone() for name, t in whole.state_dict().items()}
-    asked = questions(_vocabulary(small.config))
-    expected = reference(whole, small.plan, asked)
     name = small.plan.architecture or small.plan.model_type
+    asked = questions(_vocabulary(small.config))
+    try:
+        whole = _whole(small)
+        add_noise(whole)
+        state = {key: t.detach().clone() for key, t in whole.state_dict().items()}
+        expected = reference(whole, small.plan, asked)
+    except Exception as error:
+        raise GateRefused(f"a small copy of {name} does not run as a whole", f"{type(error).__name__}: {error}", REPORT_IT) from error
     try:
         comparison = judge(run_threads(_rank, small.plan.ranks, small, state, expected))
     except UserError as error:
@@ -94,12 +97,17 @@ def prove(small: Small) -> Comparison:
     return comparison
 
 
+def _whole(small: Small) -> PreTrainedModel:
+    """Built in float32, as anyone would: buffers that are computed while it is built have float32's bits in both models."""
+    return whole_model.build(small.config, torch.float32).to(DTYPE)  # type: ignore[arg-type]
+
+
 def _rank(group: Group, small: Small, state: State, expected: Reference) -> Evidence:
     return examine(_split(group, small, state), group, small.plan, expected)
 
 
 def _split(group: Group, small: Small, state: State) -> PreTrainedModel:
-    model = build.empty(small.config, DTYPE)
+    model = whole_model.simple_experts(build.empty(small.config, DTYPE))
     build.split(model, small.plan, group)
     load.from_whole(model, state)
     return model.eval()
@@ -108,7 +116,7 @@ def _split(group: Group, small: Small, state: State) -> PreTrainedModel:
 def _parting(small: Small, state: State, asked: Questions) -> trail.Parting | None:
     """Both models once more, with everything that passes between modules written down."""
     asked = asked.briefly()
-    whole = build_whole(small.config, DTYPE)
+    whole = _whole(small)
     whole.load_state_dict(state)
     with Float64(), trail.recording(whole) as expected:
         tokens = ask(whole, asked).tokens

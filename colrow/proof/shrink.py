@@ -123,7 +123,7 @@ def _in_proportion(integers: Integers, state: dict[str, Any], path: Path, sizes:
             m = integers.value(state, other)
             if other != path and m % divisor == 0 and m > divisor:
                 tries.append({path: n // divisor, other: m // divisor})
-    return tries[:40]
+    return tries[:12]
 
 
 def _fewer_layers(integers: Integers, plan: Plan, full: Shapes) -> dict[str, Any]:

@@ -21,7 +21,15 @@ from ..planning.trace import model_class
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
     """In eval mode, on the current default device. transformers' eager attention is plain products and a softmax, nothing fused."""
-    return model_class(config).from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype).eval()
+    model = model_class(config).from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
+    return simple_experts(model.eval())
+
+
+def simple_experts(model: PreTrainedModel) -> PreTrainedModel:
+    """With experts computed one after the other: grouped products are not there for float64."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    return model
 
 
 def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

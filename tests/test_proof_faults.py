@@ -97,7 +97,7 @@ def test_verify_is_red_and_names_the_place(fault, at, dtype, saved):
         ("rotated head map", "", "first in model.layers.0, the outputs"),
         ("drop f", f"{LAYER}input_layernorm", "first in model.layers.1, the gradients of inputs"),
         ("drop f", "model.norm", "first in model.norm.weight, the gradients"),
-        ("drop the sum of copied heads", "", "first in model.layers.0.self_attn.v_proj"),
+        ("drop the sum of copied heads", "", "first in model.layers.0.self_attn.k_proj.weight, the gradients"),
     ],
 )
 def test_layer_by_layer_is_red_and_names_the_unit(fault, at, named, saved):

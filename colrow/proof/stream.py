@@ -179,7 +179,7 @@ class _Pass:
 
     def _parameters(self, name: str, whole: dict, mine: dict, exact: dict) -> None:
         floor = SMALL_GRADIENT * max(map(compare.largest, whole.values()), default=0.0)
-        for path in whole.keys() | mine.keys():
+        for path in dict.fromkeys((*whole, *mine)):
             full = f"{name}.{path}"
             if path not in mine or path not in whole:
                 self.items.append(Item("gradients", full, math.inf, 0.0, detail="is missing on one side"))

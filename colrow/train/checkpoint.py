@@ -1,0 +1,185 @@
+"""Saving a training run so that it goes on exactly, at any number of ranks, and so that no moment of a crash can lose the last good state.
+
+Each rank writes its own pieces (weights, master weights, the optimizer's states) into a directory of another name; when all are on the
+disk, rank 0 adds state.json and renames the directory. A run that is killed leaves the last whole checkpoint, and something with a name
+that nobody reads and the next save removes. Resuming reads each rank's ranges with the same slice reader that loads models
+(checkpoint/rank_files.py): another number of ranks, or one, is no special case, and no tensor is ever put together on the way.
+
+Optimizers must keep states that are numbers or have the parameter's shape (SGD, Adam, AdamW, ...): those that mix elements (Adafactor,
+Shampoo) would have to know the cut, and are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ..checkpoint.rank_files import FORMAT, PREFIX, STATE, Saved, complete, directory_name, file_name
+from ..comm import collectives
+from ..comm.group import Group
+from ..errors import UserError
+from ..parallel.state import state_of
+from ..planning.plan import TensorPlan
+
+Parameters = Mapping[str, nn.Parameter]
+UNFINISHED = ".unfinished-"
+
+
+def save(
+    directory: Path,
+    step: int,
+    model: nn.Module,
+    parameters: Parameters,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    beside: Callable[[Path], None] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Writes checkpoint `step` into `directory` and returns its path; the newest `keep` are kept. A collective of all ranks.
+
+    `parameters` are the optimizer's, by the plan's names (the model's own, or masters). `extra` is anything JSON can hold, alike on all
+    ranks. `beside(path)` is called on rank 0 to write further files into the directory before it is named. All ranks see one file system.
+    """
+    state = state_of(model)
+    plan, group = state.plan, state.group
+    final, unfinished = directory / directory_name(step), directory / f"{UNFINISHED}{directory_name(step)}"
+    if group.rank == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        for old in directory.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(old)
+        unfinished.mkdir()
+    collectives.barrier(group, "checkpoint.begin")
+    tensors, numbers = _pieces(model, parameters, optimizer)
+    path = unfinished / file_name(group.rank, group.size)
+    save_file(tensors, path)
+    _to_disk(path)
+    collectives.barrier(group, "checkpoint.written")
+    if group.rank == 0:
+        model.config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
+        if getattr(model, "can_generate", lambda: False)():
+            model.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
+        if beside is not None:
+            beside(unfinished)
+        content = {
+            "format": FORMAT,
+            "step": step,
+            "ranks": group.size,
+            "tensors": {n: {"shape": t.shape, "partition": t.partition.to_json()} for n, t in plan.tensors.items()},
+            "optimizer": numbers,
+            "extra": dict(extra or {}),
+        }
+        (unfinished / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        for file in unfinished.rglob("*"):
+            _to_disk(file)
+        _to_disk(unfinished)
+        if final.exists():  # an earlier run's, which this one has overtaken
+            shutil.rmtree(final)
+        os.rename(unfinished, final)
+        _to_disk(directory)
+        for old in complete(directory)[:-keep]:
+            shutil.rmtree(old)
+    collectives.barrier(group, "checkpoint.named")
+    return final
+
+
+def _pieces(
+    model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The rank's tensors by section and name, and the optimizer's numbers: {"class", "groups", "state": {name: {key: number}}}."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in state_of(model).plan.tensors:
+        mine = model.get_parameter(name).detach()
+        tensors[f"weights/{name}"] = mine
+        if name in parameters and parameters[name].data_ptr() != mine.data_ptr():
+            tensors[f"master/{name}"] = parameters[name].detach()
+    state: dict[str, dict[str, Any]] = {}
+    for name, parameter in parameters.items() if optimizer is not None else ():
+        assert optimizer is not None
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+                tensors[f"optimizer.{key}/{name}"] = value.detach()
+            elif isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+                state.setdefault(name, {})[key] = value.item() if isinstance(value, torch.Tensor) else value
+            elif value is not None:
+                what = f"the optimizer keeps {key} in another shape than its parameter {name}, which cannot be cut like it"
+                raise UserError(what, type(optimizer).__name__, "torch.optim.AdamW or SGD")
+    numbers: dict[str, Any] = {"state": state}
+    if optimizer is not None:
+        numbers |= {"class": type(optimizer).__name__, "groups": [_settings(group) for group in optimizer.param_groups]}
+    return {key: tensor.contiguous() for key, tensor in tensors.items()}, numbers
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items()}
+
+
+def resume(saved: Saved, model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Weights, masters and the optimizer's states as they were saved, at whatever number of ranks; returns `extra`.
+
+    The model has memory already, its contents are overwritten. UserError where the checkpoint is another model's or another optimizer's.
+    """
+    plan, group = state_of(model).plan, state_of(model).group
+    weights = saved.source("weights")
+    _check(saved, plan.tensors, weights.tensors, optimizer)
+    sources = {section: saved.source(section) for section in saved.sections()}
+    numbers = saved.state["optimizer"]["state"]
+    with torch.no_grad():
+        for name, entry in plan.tensors.items():
+            _read_into(model.get_parameter(name), weights, entry, group)
+            if name in parameters and parameters[name] is not model.get_parameter(name):
+                known = sources.get("master")
+                _read_into(parameters[name], known if known is not None and name in known.tensors else weights, entry, group)
+    for name, parameter in parameters.items() if optimizer is not None else ():
+        assert optimizer is not None
+        entry, found = plan.tensors[name], {}
+        for section, source in sources.items():
+            if section.startswith("optimizer.") and name in source.tensors:
+                found[section.split(".", 1)[1]] = _read_into(torch.empty_like(parameter, requires_grad=False), source, entry, group)
+        for key, value in numbers.get(name, {}).items():  # torch keeps the count of steps as a float32 tensor
+            found[key] = torch.tensor(float(value), dtype=torch.float32) if key == "step" else value
+        if found:
+            optimizer.state[parameter] = found
+    if optimizer is not None:
+        for settings, kept in zip(optimizer.param_groups, saved.state["optimizer"]["groups"], strict=True):
+            settings.update({k: tuple(v) if isinstance(settings.get(k), tuple) else v for k, v in kept.items()})
+    return saved.state["extra"]
+
+
+def _read_into(to: torch.Tensor, source: Any, entry: TensorPlan, group: Group) -> torch.Tensor:
+    cut = entry.partition
+    return to.copy_(source.read(entry.name, cut.dim, () if cut.is_whole else cut.pieces[group.rank], to.dtype))
+
+
+def _check(saved: Saved, wanted: Mapping[str, TensorPlan], found: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    for name, entry in wanted.items():
+        if name not in found:
+            raise UserError(f"the checkpoint {saved.path} is of another model: it has no", name, "the model it was trained from")
+        if found[name].shape != entry.shape:
+            raise UserError(f"the checkpoint {saved.path} has another shape for {name}", found[name].shape, f"{entry.shape}, the model's")
+    kept = saved.state["optimizer"].get("class")
+    if optimizer is not None and kept != type(optimizer).__name__:
+        raise UserError("the checkpoint was written with another optimizer", kept, f"{kept}, or a fresh start")
+
+
+def _to_disk(path: Path) -> None:
+    """Returns when the file's or directory's content would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unfinished(directory: Path) -> list[Path]:
+    """What a killed save has left."""
+    return sorted(directory.glob(f"{UNFINISHED}{PREFIX}*"))

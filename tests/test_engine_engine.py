@@ -115,8 +115,10 @@ def test_the_exchange_costs_what_was_predicted(sampling: Sampling) -> None:
     def rank(group: Group) -> tuple[account.Traffic | None, list[account.RankMemory]]:
         engine = Engine(whole, group, byte_level() if group.rank == 0 else None)
         list(engine.stream(["Hi", "abc"], sampling, max_new_tokens=6))
-        predicted = exchange.predicted(sampling, rows=2, ranks=3, vocab=257)
-        return account.traffic(group, predicted, engine.clock.steps - 1), account.memory(whole, group)
+        clock = engine.clock
+        predicted = [(op, name, 5 * calls, 5 * size) for op, name, calls, size in exchange.predicted(sampling, rows=2, ranks=3, vocab=257)]
+        predicted += clock.gathered * exchange.predicted_gather(rows=2, ranks=3, vocab=257, element=8)
+        return account.traffic(group, predicted, clock.steps - 1), account.memory(whole, group)
 
     size = sum(p.numel() * p.element_size() for p in whole.parameters())
     for found, memory in run_threads(rank, 3):
@@ -132,7 +134,7 @@ def test_traffic_names_what_differs() -> None:
         engine = Engine(torch_model, group, byte_level() if group.rank == 0 else None)
         list(engine.stream(["Hi"], max_new_tokens=3))
         assert account.traffic(group, [], 0) is None
-        return account.traffic(group, [("all_reduce", "model.layers.0.mlp", 1, 64)], 2)
+        return account.traffic(group, [("all_reduce", "model.layers.0.mlp", 2, 128)], 2)
 
     torch_model = model()
     found = run_threads(rank, 2)[0]

@@ -15,8 +15,8 @@ from colrow.engine.stopping import Finish
 from colrow.errors import RankError
 from colrow.partition import Partition, even
 
-VOCAB = 1001  # slices larger than the candidates of one rank, so that flat distributions need the full logits
-INTERLEAVED = Partition(1, (((0, 10), (400, 600)), ((10, 400),), ((600, VOCAB),)))
+VOCAB = 2001  # slices larger than the candidates of one rank, so that flat distributions need the full logits
+INTERLEAVED = Partition(1, (((0, 10), (800, 1200)), ((10, 800),), ((1200, VOCAB),)))
 
 
 def logits_at(step: int, flat: bool = False) -> torch.Tensor:
@@ -32,7 +32,9 @@ def run(group: Group, cut: Partition | None, sampling: Sampling, flat: bool) -> 
     for step in range(6):
         whole = logits_at(step, flat)
         local = whole if cut is None else cut.split(whole, group.rank)
-        out.append(exchange.agree(local, [[3, 7], [300]], step, no_end)[0])
+        agreed = exchange.agree(local, [[3, 7], [300]], step, no_end)
+        out.append(agreed.tokens)
+        assert not agreed.gathered or flat
     return out, {name: tally.calls for (_, _, name), tally in group.counters.sites.items()}
 
 
@@ -75,9 +77,8 @@ def test_only_rank_0_says_when_a_row_ends() -> None:
             assert group.rank == 0
             return [Finish.STOP, None]
 
-        return Exchange(group, even(1, VOCAB, 2), Sampling()).agree(even(1, VOCAB, 2).split(logits_at(0), group.rank), [[1], [1]], 0, ends)[
-            1
-        ]
+        cut = even(1, VOCAB, 2)
+        return Exchange(group, cut, Sampling()).agree(cut.split(logits_at(0), group.rank), [[1], [1]], 0, ends).finished
 
     assert run_threads(rank, 2) == [[Finish.STOP, None]] * 2
 

@@ -58,4 +58,5 @@ class Account:
     prompt_tokens: int
     new_tokens: int
     rate: float | None
+    gathered: int  # steps that needed the full logits
     traffic: Traffic | None

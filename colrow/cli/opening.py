@@ -71,10 +71,16 @@ def told(work: Callable[[Callable[[Stage], None]], T]) -> Generator[Stage, None,
 def account_of(engine: Engine, opening: Opening, sampling: Sampling, stages: Stages) -> Account:
     """The account of the engine's last call, which had one prompt. A collective of all ranks."""
     group, clock = engine.group, engine.clock
+    steps, vocab = clock.steps - 1, engine.model.config.get_text_config().vocab_size
     element = next(engine.model.parameters()).element_size()
-    plan_costs = cost.predict(stages.results["plan"], 1, 1, "decode", element, whole_logits=False)
-    expected = [(p.op, p.name, p.calls, p.logical_bytes) for p in plan_costs if group.rank in p.ranks]
-    expected += exchange.predicted(sampling, 1, group.size, engine.model.config.get_text_config().vocab_size)
+    of_a_step = [
+        (p.op, p.name, p.calls, p.logical_bytes)
+        for p in cost.predict(stages.results["plan"], 1, 1, "decode", element, whole_logits=False)
+        if group.rank in p.ranks
+    ] + exchange.predicted(sampling, 1, group.size, vocab)
+    expected = [(op, name, steps * calls, steps * size) for op, name, calls, size in of_a_step if steps > 0]
+    gathers = exchange.predicted_gather(1, group.size, vocab, element)
+    expected += [(op, name, clock.gathered * calls, clock.gathered * size) for op, name, calls, size in gathers if clock.gathered]
     return Account(
         memory=tuple(account.memory(engine.model, group)),
         stages=tuple(stages.seconds.items()),
@@ -85,5 +91,6 @@ def account_of(engine: Engine, opening: Opening, sampling: Sampling, stages: Sta
         prompt_tokens=clock.prompt_tokens,
         new_tokens=clock.new_tokens,
         rate=clock.decode_rate,
-        traffic=account.traffic(group, expected, clock.steps - 1),
+        gathered=clock.gathered,
+        traffic=account.traffic(group, expected, steps),
     )

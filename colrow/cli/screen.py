@@ -83,6 +83,8 @@ def account_lines(account: Account) -> Iterable[str]:
         verdict = "as predicted" if t.equal else f"NOT as predicted ({', '.join(t.differing[:3])})"
         counted = f"{t.calls:g} of {nbytes(t.logical_bytes)} together a token counted"
         yield _line("collectives", f"{counted}; {t.predicted_calls:g} of {nbytes(t.predicted_bytes)} predicted: {verdict}")
+        if account.gathered:
+            yield _line("", f"of it {account.gathered} gathers of all logits, for tokens drawn from more than the exchanged candidates")
 
 
 def _line(subject: str, text: str) -> str:

@@ -28,6 +28,7 @@ class Clock:
     prompt_tokens: int = 0
     new_tokens: int = 0
     steps: int = 0
+    gathered: int = 0  # steps after the first that needed the full logits
     begun: float = 0.0
     first: float = 0.0
     last: float = 0.0
@@ -35,8 +36,9 @@ class Clock:
     def begin(self, prompt_tokens: int) -> None:
         self.prompt_tokens, self.begun = prompt_tokens, time.time()
 
-    def step(self, tokens: int) -> None:
+    def step(self, tokens: int, gathered: bool = False) -> None:
         self.last = time.time()
+        self.gathered += gathered and self.steps > 0
         self.first = self.first or self.last
         self.steps, self.new_tokens = self.steps + 1, self.new_tokens + tokens
 
@@ -98,7 +100,7 @@ class Traffic:
 
 
 def traffic(group: Group, predicted: Sequence[tuple[str, str, int, int]], steps: int) -> Traffic | None:
-    """This rank's counters of phase "decode" over `steps` steps, against `predicted` (op, name, calls, logical bytes) of one step.
+    """This rank's counters of phase "decode", against `predicted` (op, name, calls, logical bytes) for all of its `steps` steps together.
 
     None where nothing was decoded after the first token.
     """
@@ -111,7 +113,7 @@ def traffic(group: Group, predicted: Sequence[tuple[str, str, int, int]], steps:
     expected: dict[tuple[str, str], tuple[int, int]] = {}
     for op, name, calls, size in predicted:
         before = expected.get((op, name), (0, 0))
-        expected[op, name] = before[0] + calls * steps, before[1] + size * steps
+        expected[op, name] = before[0] + calls, before[1] + size
     differing = [key for key in sorted(counted.keys() | expected.keys()) if counted.get(key) != expected.get(key)]
     return Traffic(
         sum(calls for calls, _ in counted.values()) / steps,

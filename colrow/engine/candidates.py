@@ -18,7 +18,7 @@ from ..errors import ColrowError
 from .sampling import draw, gumbel, kept, scale, top
 from .settings import Sampling
 
-WIDTH = 128  # candidates a rank and row for top-p and min-p: 2 KB, enough for nearly every nucleus of a trained model
+WIDTH = 256  # candidates a rank and row for top-p and min-p: 4 KB, enough for nearly every nucleus of a trained model
 OFFER_HEAD = 3  # numbers before the candidates
 
 

@@ -68,7 +68,7 @@ class Engine:
         watch = None if rows is None else lambda row, token: rows[row].push(token)
         self.clock.begin(sum(map(len, ids)))
         for step in generate(self.model, self.group, ids, chosen, limits, watch, memory):
-            self.clock.step(sum(token is not None for token in step.tokens))
+            self.clock.step(sum(token is not None for token in step.tokens), step.gathered)
             yield _chunk(step, rows)
 
     def complete(self, prompts: Sequence[Prompt], **settings: Any) -> list[str]:

@@ -8,6 +8,7 @@ second decision follows. Bytes a step and row: 40 from each rank for greedy, 24 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -35,6 +36,22 @@ def predicted(sampling: Sampling, rows: int, ranks: int, vocab: int) -> list[tup
     return [("all_gather", CANDIDATES, 1, offers), ("broadcast", DECISION, 1, 8 * (2 + 2 * rows))]
 
 
+def predicted_gather(rows: int, ranks: int, vocab: int, element: int) -> list[tuple[str, str, int, int]]:
+    """What a step costs on top of `predicted` when the candidates do not reach; logits of `element` bytes each."""
+    if ranks == 1:
+        return []
+    return [("all_gather", LOGITS, 1, rows * vocab * element), ("broadcast", DECISION, 1, 8 * (2 + 2 * rows))]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """For each row the next token, and why the row ends if it does. `gathered`: whether the full logits were needed."""
+
+    tokens: list[int]
+    finished: list[Finish | None]
+    gathered: bool = False
+
+
 class Exchange:
     """One for each `generate` call. `cut` is the vocabulary's partition over the ranks; None: every rank has all logits, and rank 0's
     count."""
@@ -44,8 +61,8 @@ class Exchange:
         self._cut = None if cut is None or cut.is_whole else cut
         self._ids: list[torch.Tensor] = []  # of every rank's columns
 
-    def agree(self, logits: torch.Tensor, seen: Sequence[Sequence[int]], number: int, ends: Ends) -> tuple[list[int], list[Finish | None]]:
-        """Each row's next token and the reason if the row ends, on every rank. `logits` [rows, columns of this rank]; `seen[row]`: the
+    def agree(self, logits: torch.Tensor, seen: Sequence[Sequence[int]], number: int, ends: Ends) -> Agreed:
+        """The same on every rank. `logits` [rows, columns of this rank]; `seen[row]`: the
         ids so far (for the repetition penalty)."""
         if not self._ids:
             self._ids = self._columns(logits.shape[1])
@@ -58,16 +75,17 @@ class Exchange:
         found: list[int | None] = [None] * len(logits)
         if self.group.rank == 0:
             found = [decide(table, self.sampling, row, number) for row, table in enumerate(tables(offers, self.group.size))]
-        decision = self._tell(found, number, ends)
-        if decision is None:
-            whole = self._gathered(logits)
-            if self.group.rank == 0:
-                found = [choose(line, self.sampling, row, number) for row, line in enumerate(whole)]
-            decision = self._tell(found, number, ends)
-            assert decision is not None
-        return decision
+        agreed = self._tell(found, number, ends)
+        if agreed is not None:
+            return agreed
+        whole = self._gathered(logits)
+        if self.group.rank == 0:
+            found = [choose(line, self.sampling, row, number) for row, line in enumerate(whole)]
+        agreed = self._tell(found, number, ends)
+        assert agreed is not None
+        return replace(agreed, gathered=True)
 
-    def _tell(self, found: Sequence[int | None], number: int, ends: Ends) -> tuple[list[int], list[Finish | None]] | None:
+    def _tell(self, found: Sequence[int | None], number: int, ends: Ends) -> Agreed | None:
         """Rank 0's decision on every rank; None where it asks for the full logits."""
         rows = len(found)
         message = torch.zeros(2 + 2 * rows, dtype=torch.int64)
@@ -80,7 +98,7 @@ class Exchange:
         code, at, *rest = broadcast(message, self.group, DECISION).tolist()
         if at != number:
             raise RankError(f"rank {self.group.rank} is at step {number} of the generation, rank 0 at step {at}")
-        return None if code == _WIDEN else (rest[:rows], [Finish(reason) if reason else None for reason in rest[rows:]])
+        return None if code == _WIDEN else Agreed(rest[:rows], [Finish(reason) if reason else None for reason in rest[rows:]])
 
     def _columns(self, columns: int) -> list[torch.Tensor]:
         if self._cut is None:

@@ -35,6 +35,7 @@ class Step:
     number: int
     tokens: tuple[int | None, ...]
     finished: tuple[Finish | None, ...]
+    gathered: bool = False  # the candidates did not reach: the full logits were exchanged
 
 
 @dataclass
@@ -113,11 +114,14 @@ def _steps(
             if memory is not None:
                 memory.keep(history[0], past)
             live = [reason is None for reason in finished]
-            tokens, finished = exchange.agree(logits, history, number, ends)
+            agreed = exchange.agree(logits, history, number, ends)
+            tokens, finished = agreed.tokens, agreed.finished
             for row, token in enumerate(tokens):
                 if live[row]:
                     history[row].append(token)
-            yield Step(number, tuple(token if alive else None for token, alive in zip(tokens, live, strict=True)), tuple(finished))
+            yield Step(
+                number, tuple(token if alive else None for token, alive in zip(tokens, live, strict=True)), tuple(finished), agreed.gathered
+            )
             ids = torch.tensor(tokens, device=group.device)[:, None]
             mask = None if mask is None else torch.cat([mask, mask.new_ones(len(tokens), 1)], 1)
             number += 1

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from colrow.comm.group import Group
+from colrow.comm.local import run_threads
+from colrow.parallel.build import parallelize
+from colrow.parallel.collect import whole_gradients
 from colrow.planning.choose import Choice, choose
 from colrow.planning.graph import Graph
 from colrow.planning.plan import Plan
 from colrow.planning.record import record
 from colrow.planning.replay import check
 from colrow.planning.words import plan_of
+
+from . import tiny
 
 H, I, V = 12, 60, 101
 
@@ -57,12 +64,15 @@ class Model(PreTrainedModel):
         return {"logits": self.head(self.norm(x))}
 
 
+def model_of(block: type[nn.Module], device: str) -> Model:
+    cls = type("Tested", (Model,), {"block": lambda self: block()})
+    with torch.device(device):
+        return cls().eval()
+
+
 def derived(block: type[nn.Module], ranks: int = 2, replay: bool = True) -> tuple[Choice, Plan]:
     """The choice and the plan for a model of two such blocks; the plan is replayed with numbers."""
-    cls = type("Tested", (Model,), {"block": lambda self: block()})
-    with torch.device("meta"):
-        model = cls().eval()
-    trace = record(model, bypasses=True)
+    trace = record(model_of(block, "meta"), bypasses=True)
     choice = choose(Graph(trace), ranks)
     plan = plan_of(choice, "", ())
     assert not replay or check(trace, plan).ok
@@ -308,6 +318,42 @@ class Scaled(nn.Module):
 def test_an_f_that_a_later_one_makes_needless_is_dropped() -> None:
     _, plan = derived(Scaled)
     assert places(plan, "copy") == ["blocks.0.norm.output", "blocks.0.join.output"]
+
+
+class Written(nn.Module):
+    """A tensor that is filled piece by piece in place: the gradient comes back through the memory, not through a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = Norm(), Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        turned = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+        turned[..., :6] = y[..., 6:]
+        turned[..., 6:] = y[..., :6]
+        return x + self.mlp(turned)
+
+
+def test_gradients_come_back_through_memory_written_in_place() -> None:
+    _, plan = derived(Written, replay=False)  # which cannot follow it
+    assert len(places(plan, "copy")) == 1
+    assert plan.tensor("blocks.0.norm.weight").grad == "whole"
+    whole = model_of(Written, "cpu").double()
+    tiny.add_noise(whole)
+    ids = torch.arange(14).view(2, 7)
+    sliced = copy.deepcopy(whole)
+    whole(ids)["logits"].square().sum().backward()
+
+    def on_a_rank(group: Group) -> dict[str, torch.Tensor]:
+        model = parallelize(copy.deepcopy(sliced), plan, group)
+        model(ids)["logits"].square().sum().backward()
+        return whole_gradients(model)
+
+    for gradients in run_threads(on_a_rank, 2):
+        for name, p in whole.named_parameters():
+            assert p.grad is not None
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_reasons_name_module_and_op() -> None:

@@ -51,9 +51,9 @@ class _Walk:
             heapq.heappush(self.heap, (-self._made(value), value))
 
     def _made(self, value: int) -> int:
-        """Index of the op that made a value, -1 for what was there before."""
+        """Index of the op that made a value, or last wrote into it; -1 for what was there before."""
         made = self.graph.producer[value]
-        return -1 if made is None else made
+        return max([-1 if made is None else made, *self.graph.writers[value]])
 
     def push_inputs(self, op: Op) -> None:
         for v in self.graph.inputs[op.index]:
@@ -87,7 +87,7 @@ class _Walk:
         partial, whole = [], []
         for i in self.graph.consumers[value]:
             op = self.graph.op(i)
-            outs = [o for o in op.outputs if o >= 0 and self.graph.differentiable[o]]
+            outs = [o for o in self.graph.results[i] if self.graph.differentiable[o]]
             if not outs or self._fixed(value, op):
                 if outs:
                     whole.append(op)
@@ -129,9 +129,10 @@ class _Walk:
             return
         else:
             self.partial.add(value)
-        made = self.graph.producer[value]
-        if before != (value in self.partial) and made is not None:
-            self.push_inputs(self.graph.op(made))
+        if before != (value in self.partial):
+            made = self.graph.producer[value]
+            for i in (*([] if made is None else [made]), *self.graph.writers[value]):
+                self.push_inputs(self.graph.op(i))
 
     def _drop_needless(self, value: int) -> None:
         """An f that was placed here before later ones made gradients whole would add them a second time."""
@@ -146,7 +147,7 @@ class _Walk:
 
     def _counts(self, op: int) -> bool:
         """A gradient comes back through this op."""
-        return any(o >= 0 and self.graph.differentiable[o] for o in self.graph.op(op).outputs)
+        return any(self.graph.differentiable[o] for o in self.graph.results[op])
 
     def _is_start(self, value: int) -> bool:
         """Looked up from a table by the model's inputs: where activations begin, and a partial gradient has come too far."""
@@ -181,24 +182,27 @@ class _Walk:
 
     def _cut(self, value: int) -> frozenset[Border] | None:
         """The cheapest set of borders after which no partial gradient reaches this value; the latest among equals."""
-        graph = self.graph
         reach, stack = {value}, [value]  # values that partial gradients come through on their way here
         while stack:
-            for op in self.uses(stack.pop())[0]:
-                new = [o for o in op.outputs if o in self.partial and o not in reach and not graph.leaves[o] & self.flow.chosen]
-                reach.update(new)
-                stack.extend(new)
+            new = self._next(self.uses(stack.pop())[0]) - reach
+            reach |= new
+            stack.extend(new)
         best: dict[int, frozenset[Border] | None] = {}
         for v in sorted(reach, key=self._made, reverse=True):
             best[v] = self._cheapest(v, best)
         return best[value]
+
+    def _next(self, ops: list[Op]) -> set[int]:
+        """The whole values with partial gradients that these ops make."""
+        made = {o for op in ops for o in self.graph.results[op.index] if o in self.partial}
+        return {o for o in made if not self.graph.leaves[o] & self.flow.chosen}
 
     def _cheapest(self, value: int, best: dict[int, frozenset[Border] | None]) -> frozenset[Border] | None:
         """The choice between f on this value and f on what its consumers make of it, which is in `best`."""
         partial, whole = self.uses(value)
         options: list[frozenset[Border]] = []
         if not any(self.splits(op, value) for op in partial):
-            parts = [best[o] for op in partial for o in op.outputs if o in best]
+            parts = [best.get(o) for o in self._next(partial)]
             if parts and all(p is not None for p in parts):
                 options.append(frozenset().union(*(p for p in parts if p)))
         here = self._here(value, partial, whole)

@@ -64,6 +64,24 @@ class Graph:
                 self.parameters_with[leaf].append(name)
 
     @cached_property
+    def results(self) -> list[list[int]]:
+        """What each op makes: its outputs, and values in the memory it writes to in place, where something reads those afterwards."""
+        last = [max(c, default=-1) for c in self.consumers]
+        for v in self.trace.outputs.values():
+            last[v] = len(self.trace.ops)
+        return [[o for o in op.outputs if o >= 0] + [w for w in op.writes if last[w] > op.index] for op in self.trace.ops]
+
+    @cached_property
+    def writers(self) -> dict[int, list[int]]:
+        """Value -> ops that wrote into its memory after it was made."""
+        out: dict[int, list[int]] = defaultdict(list)
+        for op in self.trace.ops:
+            for w in self.results[op.index]:
+                if w not in op.outputs:
+                    out[w].append(op.index)
+        return out
+
+    @cached_property
     def con(self) -> list[frozenset[Node]]:
         """Leaves that each op sums away."""
         return [frozenset(n for d in e.con for n in leaves(d)) for e in self.axes.effects]
@@ -79,7 +97,7 @@ class Graph:
         for v in self.trace.outputs.values():
             out[v] = True
         for op in reversed(self.trace.ops):
-            if any(o >= 0 and out[o] for o in op.outputs):
+            if any(out[o] for o in self.results[op.index]):
                 for v in self.inputs[op.index]:
                     out[v] = True
         return out
@@ -90,9 +108,8 @@ class Graph:
         out = [v.kind == "parameter" for v in self.trace.values]
         for op in self.trace.ops:
             if any(out[v] for v in self.inputs[op.index]):
-                for o in op.outputs:
-                    if o >= 0:
-                        out[o] = self.trace.values[o].dtype.is_floating_point
+                for o in self.results[op.index]:
+                    out[o] = self.trace.values[o].dtype.is_floating_point
         return [d and live for d, live in zip(out, self.live, strict=True)]
 
     @cached_property
@@ -101,9 +118,8 @@ class Graph:
         out = [v.kind == "input" for v in self.trace.values]
         for op in self.trace.ops:
             if any(out[v] for v in self.inputs[op.index]):
-                for o in op.outputs:
-                    if o >= 0:
-                        out[o] = True
+                for o in self.results[op.index]:
+                    out[o] = True
         return out
 
     @cached_property

@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
         except NotImplementedError as e:
             raise TraceError(f"{self.where()}: {func} has no shape without numbers") from e
-        outputs, mutates = [], None
+        outputs, mutates, writes = list[int](), None, list[int]()
         results = result if isinstance(result, tuple | list) else (result,)
         contents = content if isinstance(content, tuple | list) else (content,) * len(results)
         for out, data in zip(results, contents, strict=False):
@@ -86,11 +86,13 @@ class Recorder(TorchDispatchMode):
                 continue
             if id(out) in self.known:
                 mutates = self.known[id(out)]
+                writes += [v for v in self.memory[out.untyped_storage()._cdata] if v != mutates]
                 if not constant or data is None:
                     self._overwritten(out, constant)
             small = data if isinstance(data, torch.Tensor) and data.numel() <= SMALL else None
             outputs.append(self.add(out, "result", constant=constant, data=small))
-        op = Op(len(self.ops), func, ref_args, ref_kwargs, tuple(outputs), self.open[-1] if self.open else 0, self.in_attention, mutates)
+        call = self.open[-1] if self.open else 0
+        op = Op(len(self.ops), func, ref_args, ref_kwargs, tuple(outputs), call, self.in_attention, mutates, tuple(writes))
         self.ops.append(op)
         self.made_by.update((o, op) for o in outputs)
         return result

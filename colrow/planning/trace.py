@@ -55,7 +55,7 @@ class Op:
 
     `call` is the innermost module call it ran in (index into `Trace.calls`), `attention` the index into `Trace.attention` where it ran
     inside an attention function that went through transformers' AttentionInterface, else None. `mutates` = value written to in place, else
-    None.
+    None; `writes` = the other values in that memory, which hold something new from here on.
     """
 
     index: int
@@ -66,6 +66,7 @@ class Op:
     call: int
     attention: int | None = None
     mutates: int | None = None
+    writes: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:

@@ -35,6 +35,7 @@ WRONG = {
     "unknown command": (["frobnicate"], "No such command 'frobnicate'"),
     "no such file": (["run", "/nowhere/model", "-p", "x"], "no such file or directory, got /nowhere/model"),
     "no plan file": ([*RUN, "--plan", "/nowhere/plan.json"], "the plan cannot be read"),
+    "more ranks than fit": ([*RUN, "--tp", "100000"], "got 100000 ranks; try: --tp "),
     "no backend": ([*RUN, "--tp", "2", "--backend", "pigeon"], "got pigeon"),
 }
 

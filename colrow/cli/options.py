@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from ..checkpoint.model_dir import ModelFiles, find
 from ..errors import UserError
+from .units import nbytes
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
+
+RANK_BYTES = 400 * 1024**2  # what torch and transformers take in a process
 
 
 def read_split(text: str | None) -> tuple[float, ...]:
@@ -57,6 +62,14 @@ def degree(tp: int | None, split: tuple[float, ...], plan: Plan | None) -> int:
     if split and not min(split) > 0:
         raise UserError("the shares of split must be above 0", ",".join(f"{w:g}" for w in split), "--split 3,1")
     return ranks
+
+
+def check_room(ranks: int) -> None:
+    """UserError for more processes than this host's memory can hold, whatever the model: a slip of the finger should not halt the host."""
+    room = psutil.virtual_memory().total
+    if ranks * RANK_BYTES > room:
+        what = f"ranks of this host need about {nbytes(RANK_BYTES)} each before they hold a weight, and it has {nbytes(room)} of memory"
+        raise UserError(what, f"{ranks} ranks", f"--tp {room // RANK_BYTES} at most, or torchrun on several hosts")
 
 
 def find_with_weights(model: str, trust_remote_code: bool) -> ModelFiles:

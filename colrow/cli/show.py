@@ -10,6 +10,7 @@ from typing import Any
 from ..comm import launch
 from ..errors import UserError
 from .job import Account, Opening, Stage, Wish
+from .options import check_room
 from .screen import Screen, account_lines, note, say
 
 IMPORTS = ("colrow.cli.run", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")  # while this process imports torch
@@ -72,6 +73,7 @@ def _ranks(size: int, backend: str, screen: Screen) -> Iterator[Stream]:
     if size == 1 or launch.under_torchrun():
         yield lambda fn, *args: launch.stream(fn, size, args, backend)
         return
+    check_room(size)
     from ..comm.ranks import Ranks
 
     screen.show("start")

@@ -8,13 +8,17 @@ from typing import Any
 
 from ..api import the_dtype
 from ..checkpoint.model_dir import ModelFiles
+from ..comm import launch
 from ..planning.plan import Plan
 from ..proof.verify import verify
+from .options import check_room
 from .screen import Screen, say
 
 
 def show(files: ModelFiles, ranks: int, split: Sequence[float], plan: Plan | None, dtype: str, what: dict[str, Any]) -> int:
     """The exit code: 0 if the two models are equal. `what`: small, stream, train, backend."""
+    if what["backend"] != "threads" and not launch.under_torchrun():
+        check_room(ranks)
     if not what["small"]:
         files.source().close()  # refuses missing and damaged weights before anything is computed
     with Screen() as screen:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from .errors import ColrowError, RankError, UserError
     from .parallel.head import sharded_logits
     from .planning.plan import Plan
+    from .train.gradients import clip_grad_norm
+    from .train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -26,7 +28,9 @@ _PLACES = {
     "Plan": "planning.plan",
     "RankError": "errors",
     "Sampling": "engine.settings",
+    "Trainer": "train.trainer",
     "UserError": "errors",
+    "clip_grad_norm": "train.gradients",
     "init": "api",
     "load": "api",
     "open_engine": "api",
@@ -43,7 +47,9 @@ __all__ = [
     "Plan",
     "RankError",
     "Sampling",
+    "Trainer",
     "UserError",
+    "clip_grad_norm",
     "init",
     "load",
     "open_engine",

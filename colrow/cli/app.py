@@ -179,3 +179,75 @@ def chat(
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens))
     opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
     show.chat(ranks, backend, opening, system, wish)
+
+
+@app.command()
+def train(
+    model: Model,
+    data: Annotated[Path, typer.Option(help="Text (.txt) or JSONL: text, prompt and completion, or messages.")],
+    out: Annotated[Path, typer.Option(help="Directory for checkpoints, log, loss curve and the trained model. A run in it goes on.")],
+    tp: Tp = None,
+    evaluation: Annotated[Path | None, typer.Option("--eval", help="Data to evaluate on, never trained on.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the optimizer.", show_default="from --epochs")] = None,
+    epochs: Annotated[int, typer.Option(help="How often the data is gone through.")] = 1,
+    batch: Annotated[int, typer.Option(help="Rows that go through the model together.")] = 4,
+    accumulate: Annotated[int, typer.Option(help="Such batches in one step; weighted by their tokens.")] = 1,
+    length: Annotated[int, typer.Option(help="Tokens of a row.")] = 512,
+    lr: Annotated[float, typer.Option(help="Learning rate after the warm-up.")] = 2e-5,
+    warmup: Annotated[int, typer.Option(help="Steps until the learning rate is reached.")] = 0,
+    schedule: Annotated[str, typer.Option(help="How it falls afterwards: cosine, linear, constant.")] = "cosine",
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW; biases and norms do not decay.")] = 0.01,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient; 0: as it comes.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the data's order and of dropout; the same run at any --tp.")] = 0,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: at the end.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: at the end.")] = 0,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Compute activations again instead of keeping them.")] = False,
+    pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Let short documents share a row; none sees another.")] = True,
+    split: Split = None,
+    plan_file: PlanFile = None,
+    dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    gate: Gate = True,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Train MODEL on your data. Started again with the same --out, it goes on where it was, at any --tp.
+
+    Example: colrow train demo --tp 2 --data talks.jsonl --out run --steps 200
+    """
+    from ..train.settings import Settings
+
+    started = time.time()
+    shares, given = read_split(split), read_plan(plan_file)
+    ranks = degree(tp, shares, given)
+    rest = {"evaluate_every": eval_every, "save_every": save_every, "packed": pack, "recompute": recompute}
+    settings = Settings(
+        steps,
+        epochs,
+        batch,
+        accumulate,
+        length,
+        lr,
+        warmup=warmup,
+        schedule=schedule,
+        weight_decay=weight_decay,
+        clip=clip,
+        seed=seed,
+        **rest,  # type: ignore[arg-type]
+    )
+    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
+    show.train(ranks, backend, opening, settings, (data, evaluation), out)
+
+
+@app.command()
+def export(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of colrow train, or one checkpoint in it.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "50GB",
+) -> None:
+    """Write a training checkpoint as a plain Hugging Face directory: the bytes that the unsplit model would have saved.
+
+    Example: colrow export run exported
+    """
+    from .train import write_export
+
+    write_export(directory, out, max_shard_size)

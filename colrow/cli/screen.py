@@ -21,6 +21,7 @@ WORDS = {
     "load": "reading weights",
     "tokenizer": "reading the tokenizer",
     "prompt": "reading the prompt",
+    "data": "reading the data",
 }
 
 
@@ -31,6 +32,10 @@ class Screen:
         self._stream = stream or sys.stderr
         self._progress: Any = None
         self._task: Any = None
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._stream.isatty()
 
     def show(self, name: str, done: int = 0, total: int = 0) -> None:
         if not self._stream.isatty():

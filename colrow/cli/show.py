@@ -1,10 +1,11 @@
-"""`run` and `chat` as the user sees them: starts the ranks, shows what comes from them."""
+"""`run`, `chat` and `train` as the user sees them: starts the ranks, shows what comes from them."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from ..comm import launch
@@ -65,6 +66,14 @@ def _ask() -> str:
         return input().strip()
     except EOFError:
         return ""
+
+
+def train(ranks: int, backend: str, opening: Opening, settings: Any, files: tuple[Path, Path | None], out: Path) -> None:
+    from . import train as command
+
+    files = command.check_files(*files, out)
+    with Screen() as screen, _ranks(ranks, backend, screen) as stream:
+        command.show(stream, screen, opening, settings, files, out.resolve())
 
 
 @contextmanager

@@ -1,0 +1,157 @@
+"""What the ranks do for `train`, and what the user sees of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import api
+from ..comm.collectives import barrier
+from ..comm.group import Group
+from ..engine import account
+from ..engine.account import RankMemory, Stages
+from ..errors import UserError
+from ..train import curve, data
+from ..train.export import export
+from ..train.journal import Journal
+from ..train.settings import Settings
+from ..train.trainer import Evaluation, Event, Resumed, SavedAt, Step, Trainer, keeps_documents_apart
+from .job import Opening, Stage
+from .opening import told
+from .screen import Screen, note, say
+from .units import nbytes
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Documents, rows and tokens of the data; `words` about how it is used."""
+
+    documents: int
+    rows: int
+    tokens: int
+    words: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    model: Path
+    points: tuple[tuple[int, float], ...]
+    memory: tuple[RankMemory, ...]
+
+
+def train(
+    group: Group, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path
+) -> Iterator[Stage | Begun | Event | Finished]:
+    """Stages of the start, then what the trainer tells, then the end. `files`: training data, evaluation data."""
+    stages = Stages()
+
+    def load(tell: Any) -> Any:
+        stages.listener = lambda name: tell(Stage(name))
+        return api.load(
+            opening.files,
+            group,
+            plan=opening.plan,
+            split=opening.split,
+            dtype=opening.dtype,
+            gate=opening.gate,
+            stages=stages,
+            progress=lambda name, done, total: tell(Stage("load", done, total)),
+        )
+
+    model = yield from told(load)
+    yield Stage("tokenizer")
+    tokenizer = opening.files.tokenizer()
+    yield Stage("data")
+    apart = settings.packed and keeps_documents_apart(model, model.config.get_text_config().vocab_size)
+    settings = Settings(**vars(settings) | {"packed": apart})
+    documents = data.read(files[0], tokenizer, settings.length)
+    rows = data.pack(documents, settings.length, settings.packed)
+    asked = data.pack(data.read(files[1], tokenizer, settings.length), settings.length, settings.packed) if files[1] else []
+    words = "documents share rows" if apart else "one document a row"
+    yield Begun(len(documents), len(rows), sum(len(row.ids) for row in rows), words)
+    padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+    trainer = Trainer(model, rows, settings, out, asked, padding, beside=lambda path: tokenizer.save_pretrained(path))
+    journal = Journal(out, opening.files.name) if group.rank == 0 else None
+    for event in trainer.run():
+        if journal is not None:
+            journal.add(event)
+        yield event
+    memory = tuple(account.memory(model, group))
+    if journal is not None:
+        journal.draw()
+        shutil.rmtree(out / "model", ignore_errors=True)
+        export(out, out / "model")
+        yield Finished(out / "model", tuple(journal.points(Step)), memory)
+    barrier(group, "train.exported")
+
+
+def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path) -> None:
+    """Runs `train` on the ranks behind `stream` and prints what comes."""
+    terminal = screen.is_terminal
+    last: Step | None = None
+    for item in stream(train, opening, settings, files, out):
+        match item:
+            case Stage():
+                screen.show(item.name, item.done, item.total)
+            case Begun():
+                screen.clear()
+                note(f"{'data':12} {item.documents} documents, {item.rows} rows, {item.tokens} tokens; {item.words}")
+            case Step():
+                last = item
+                if terminal:
+                    screen.show(step_words(item), item.step, item.steps)
+                elif item.step in (1, item.steps) or item.step % max(1, item.steps // 20) == 0:
+                    note(step_words(item))
+            case Resumed() | SavedAt():
+                screen.clear()
+                note(f"{'resumed' if isinstance(item, Resumed) else 'saved':12} {item.path}")
+            case Evaluation():
+                screen.clear()
+                note(f"{'evaluation':12} step {item.step}: loss {item.loss:.4f}")
+            case Finished():
+                screen.clear()
+                finish(item, out)
+    if last is None:
+        note("nothing left to do: the run in this directory is at its end")
+
+
+def step_words(step: Step) -> str:
+    words = f"step {step.step}/{step.steps}"
+    return f"{words:12} loss {step.loss:.4f}  norm {step.norm:.3g}  rate {step.rate:.2e}  {step.tokens / step.seconds:.0f} tokens/s"
+
+
+def finish(item: Finished, out: Path) -> None:
+    picture = curve.terminal(item.points)
+    if picture:
+        note(picture)
+    for m in item.memory:
+        note(f"{'memory' if m.rank == 0 else '':12} rank {m.rank}: {nbytes(m.resident)} resident, {nbytes(m.parameters)} of it parameters")
+    note(f"{'loss':12} {out / 'loss.html'}, {out / 'log.jsonl'}")
+    say(str(item.model))
+
+
+def check_files(data_file: Path, evaluation: Path | None, out: Path) -> tuple[Path, Path | None]:
+    """UserError, before anything is started, where a file is missing or `out` cannot be a run's directory."""
+    for path in (data_file, *([evaluation] if evaluation else [])):
+        if not path.is_file():
+            raise UserError("there is no data file", path, "--data F.jsonl or F.txt")
+    if out.exists() and not out.is_dir():
+        raise UserError("--out must be a directory", out, "a new name")
+    if out.is_dir() and any(out.iterdir()) and not (out / "checkpoints").is_dir() and not (out / "log.jsonl").is_file():
+        raise UserError("--out has files in it that are not of a training run", out, "a new name")
+    return data_file.resolve(), evaluation.resolve() if evaluation else None
+
+
+def write_export(directory: Path, out: Path, max_shard_size: str) -> None:
+    torch.set_grad_enabled(False)
+    path = export(directory, out, max_shard_size)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+    note(f"{'exported':12} {', '.join(config.get('architectures') or ['?'])}, {nbytes(size)} of weights, a plain Hugging Face directory")
+    say(str(path))

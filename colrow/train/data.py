@@ -1,0 +1,173 @@
+"""Training data: text, JSONL and conversations become rows of token ids with labels.
+
+    F.txt       running text, cut into rows of the wanted length
+    F.jsonl     one document a line: {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}
+
+Loss is asked for where the model should learn: all of a text, the completion, what the assistant says (with the token that ends its turn).
+Several short documents share a row (`pack`), each with positions of its own from 0 on; transformers makes the attention mask from those, so
+that no document sees another. Everything here is a function of the file and the settings: all ranks make the same rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from .step import IGNORED
+
+Piece = tuple[str, bool]  # text, and whether the model should learn to say it
+FORMS = 'lines such as {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids and, for each, its label: the id itself or IGNORED."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Documents side by side. `positions` start again at 0 with each; the first token of each has no label (nothing before predicts it)."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+def read(path: Path, tokenizer: Any, length: int) -> list[Document]:
+    """The documents of a file, none longer than `length` tokens. UserError names the line that cannot be used."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("the data cannot be read", f"{path}: {error}", "a text file or JSONL in UTF-8") from error
+    if path.suffix not in (".jsonl", ".json"):
+        out = list(_cut(_tokens(tokenizer, [(text, True)], begin=True), length))
+    else:
+        out = []
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                pieces = _pieces(line, f"{path}:{number}", tokenizer)
+                whole = _tokens(tokenizer, pieces, begin=not isinstance(pieces, list))
+                out += _cut(whole, length) if all(learn for _, learn in pieces) else [Document(whole.ids[:length], whole.labels[:length])]
+    out = [document for document in out if len(document.ids) > 1 and any(label != IGNORED for label in document.labels[1:])]
+    if not out:
+        raise UserError(f"{path} has nothing to learn from", f"{len(text)} characters", FORMS)
+    return out
+
+
+def _pieces(line: str, where: str, tokenizer: Any) -> Sequence[Piece]:
+    """A list for what a chat template made (it has its own special tokens), a tuple for plain text."""
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON", str(error), FORMS) from error
+    match entry:
+        case {"messages": [_, *_] as messages}:
+            return list(_turns(messages, tokenizer, where))
+        case {"prompt": str(prompt), "completion": str(completion)}:
+            return ((prompt, False), (completion, True))
+        case {"text": str(text)}:
+            return ((text, True),)
+    raise UserError(f"{where} has no text that colrow knows", sorted(entry) if isinstance(entry, dict) else type(entry).__name__, FORMS)
+
+
+def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any, where: str) -> Iterator[Piece]:
+    """The conversation as the tokenizer's template writes it, cut where the assistant begins and ends to speak."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise UserError(f"{where} is a conversation, and the model has no chat template", works='{"text": ...}')
+    written = ""
+    for at, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        try:
+            asked = tokenizer.apply_chat_template(list(messages[:at]), tokenize=False, add_generation_prompt=True)
+            answered = tokenizer.apply_chat_template(list(messages[: at + 1]), tokenize=False)
+        except Exception as error:  # templates raise what they like
+            raise UserError(
+                f"{where}: the chat template refuses the conversation", str(error), "roles user and assistant in turn"
+            ) from error
+        if not (asked.startswith(written) and answered.startswith(asked)):
+            raise UserError(
+                f"{where}: the chat template rewrites what was said before", message.get("role"), "one question and one answer a line"
+            )
+        yield asked[len(written) :], False
+        yield answered[len(asked) :], True
+        written = answered
+    if not written:
+        raise UserError(f"{where} is a conversation in which the assistant says nothing", works='a message with "role": "assistant"')
+
+
+def _tokens(tokenizer: Any, pieces: Sequence[Piece], begin: bool) -> Document:
+    """Each piece by itself, as it is when text is generated after a prompt. Plain text (`begin`) gets the ids that begin and end a text."""
+    ids: list[int] = []
+    labels: list[int] = []
+    for number, (text, learn) in enumerate(pieces):
+        new = list(tokenizer(text, add_special_tokens=begin and number == 0)["input_ids"])
+        ids += new
+        labels += new if learn else [IGNORED] * len(new)
+    end = tokenizer.eos_token_id
+    if begin and end is not None and (not ids or ids[-1] != end):
+        ids.append(end)
+        labels.append(end)
+    return Document(tuple(ids), tuple(labels))
+
+
+def _cut(document: Document, length: int) -> Iterator[Document]:
+    for at in range(0, len(document.ids), length):
+        yield Document(document.ids[at : at + length], document.labels[at : at + length])
+
+
+def pack(documents: Sequence[Document], length: int, together: bool = True) -> list[Row]:
+    """Rows of at most `length` tokens, in the documents' order; with `together` False one document a row."""
+    rows: list[Row] = []
+    waiting: list[Document] = []
+    for document in documents:
+        if waiting and (not together or sum(len(d.ids) for d in waiting) + len(document.ids) > length):
+            rows.append(_row(waiting))
+            waiting = []
+        waiting.append(document)
+    return [*rows, _row(waiting)] if waiting else rows
+
+
+def _row(documents: Sequence[Document]) -> Row:
+    ids = tuple(i for d in documents for i in d.ids)
+    labels = tuple(x for d in documents for x in (IGNORED, *d.labels[1:]))
+    return Row(ids, labels, tuple(p for d in documents for p in range(len(d.ids))))
+
+
+def batch(rows: Sequence[Row], padding: int, packed: bool, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Rows side by side, padded at the end: input_ids, labels and, for packed rows, position_ids, else attention_mask; each [B, S].
+
+    In packed rows the padding is a document of its own, which no other sees.
+    """
+    width = max(len(row.ids) for row in rows)
+    out = {
+        "input_ids": [[*row.ids, *[padding] * (width - len(row.ids))] for row in rows],
+        "labels": [[*row.labels, *[IGNORED] * (width - len(row.ids))] for row in rows],
+    }
+    if packed:
+        out["position_ids"] = [[*row.positions, *range(width - len(row.ids))] for row in rows]
+    else:
+        out["attention_mask"] = [[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows]
+    return {key: torch.tensor(value, device=device) for key, value in out.items()}
+
+
+def order(rows: int, epoch: int, seed: int) -> list[int]:
+    """The order of an epoch: a function of seed and epoch alone, so a resumed run goes on where it was."""
+    draw = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(rows, generator=draw).tolist()
+
+
+def window(rows: Sequence[Row], step: int, size: int, seed: int) -> list[Row]:
+    """The rows of a step (from 0 on): `size` of them, but for an epoch's last window, which has what is left."""
+    per_epoch = -(-len(rows) // size)
+    epoch, at = divmod(step, per_epoch)
+    return [rows[i] for i in order(len(rows), epoch, seed)[at * size : (at + 1) * size]]

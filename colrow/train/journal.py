@@ -1,0 +1,52 @@
+"""What a run leaves for people: log.jsonl, one line an event, and loss.html, a picture of the loss."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from . import curve
+from .trainer import Evaluation, Event, Resumed, SavedAt, Step
+
+
+class Journal:
+    """Written by one rank. A run that goes on from a checkpoint forgets the lines of the steps that it does again."""
+
+    def __init__(self, out: Path, title: str) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.title, self.log, self.picture = title, out / "log.jsonl", out / "loss.html"
+        self.lines: list[dict[str, Any]] = []
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, Resumed):
+            old = self.log.read_text(encoding="utf-8").splitlines() if self.log.is_file() else []
+            self.lines = [line for line in map(_parsed, old) if line and line["step"] <= event.step]
+            self.log.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+            return
+        line = {"event": type(event).__name__.lower()} | {k: str(v) if isinstance(v, Path) else v for k, v in asdict(event).items()}
+        if not self.lines:
+            self.log.write_text("", encoding="utf-8")
+        self.lines.append(line)
+        with self.log.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if isinstance(event, Evaluation | SavedAt):
+            self.draw()
+
+    def draw(self) -> None:
+        lines = [f"{self.title}: {len(self.points(Step))} steps"]
+        page = curve.page("Training loss", self.points(Step), self.points(Evaluation), lines)
+        self.picture.write_text(page, encoding="utf-8")
+
+    def points(self, kind: type) -> list[tuple[int, float]]:
+        return [(line["step"], line["loss"]) for line in self.lines if line["event"] == kind.__name__.lower()]
+
+
+def _parsed(line: str) -> dict[str, Any] | None:
+    """None for a line that a kill has cut off."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "step" in found and "event" in found else None

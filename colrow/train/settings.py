@@ -1,0 +1,61 @@
+"""What a training run is asked to do, checked before a model is opened."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..errors import UserError
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`batch` rows make a micro-batch, `accumulate` of them a step. `epochs` counts where `steps` is None. `length`: tokens of a row.
+
+    `warmup` steps rise to `lr`, then `schedule` falls to `lr * final`. `clip` 0: no clipping. `evaluate_every`, `save_every` 0: at the end.
+    """
+
+    steps: int | None = None
+    epochs: int = 1
+    batch: int = 4
+    accumulate: int = 1
+    length: int = 512
+    lr: float = 2e-5
+    final: float = 0.1
+    warmup: int = 0
+    schedule: str = "cosine"
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float = 1.0
+    seed: int = 0
+    evaluate_every: int = 0
+    save_every: int = 0
+    keep: int = 2
+    packed: bool = True
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("batch", 1), ("accumulate", 1), ("epochs", 1), ("length", 2), ("keep", 1), ("warmup", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}", getattr(self, name), f"--{name} {least}")
+        if self.steps is not None and self.steps < 1:
+            raise UserError("steps must be at least 1", self.steps, "--steps 100")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise UserError("the learning rate must be above 0", self.lr, "--lr 2e-5")
+        if self.clip < 0:
+            raise UserError("clip must be 0 (none) or above", self.clip, "--clip 1.0")
+        if self.schedule not in get_args(Schedule):
+            raise UserError("no such schedule", self.schedule, ", ".join(get_args(Schedule)))
+
+    def rate(self, step: int, total: int) -> float:
+        """The learning rate of a step (from 0 on) of a run of `total`: up to `lr` during warm-up, at `lr * final` in the last step."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.lr
+        part = (step - self.warmup) / max(1, total - 1 - self.warmup)
+        falling = (1 + math.cos(math.pi * part)) / 2 if self.schedule == "cosine" else 1 - part
+        return self.lr * (self.final + (1 - self.final) * falling)

@@ -17,6 +17,7 @@ from ..planning.links import Machine
 from ..planning.plan import Plan
 from ..planning.study import Question, Study
 from ..planning.study import Sampling as Sampler
+from ..planning.why import runs
 from .options import Asked
 from .screen import note, say
 from .units import nbytes
@@ -79,16 +80,12 @@ def memory_lines(study: Study) -> list[str]:
         text = f"{nbytes(parameters[rank])} of parameters, {cache}, {nbytes(held.total)} in all"
         each.setdefault(text, []).append(rank)
     lines = [f"in memory, at {q.dtype_bytes} bytes an element, {q.batch} x {q.context:,} tokens"]
-    lines += [f"  rank{'s' * (len(ranks) > 1)} {_runs(ranks)}: {text}" for text, ranks in each.items()]
+    lines += [f"  rank{'s' * (len(ranks) > 1)} {runs(ranks)}: {text}" for text, ranks in each.items()]
     if row.training:
         held = max(row.training, key=lambda m: m.total)
         parts = f"gradients {nbytes(held.gradients)}, AdamW {nbytes(held.optimizer)}, activations {nbytes(held.activations)} by formula"
         lines.append(f"  training: {nbytes(held.total)} a rank: {parts}")
     return lines
-
-
-def _runs(ranks: list[int]) -> str:
-    return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1 else ", ".join(map(str, ranks))
 
 
 def traffic_lines(study: Study) -> list[str]:

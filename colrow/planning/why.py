@@ -38,20 +38,20 @@ def table(plan: Plan) -> str:
     weights = f", in proportion {':'.join(f'{w:g}' for w in plan.weights)}" if plan.weights else ""
     lines = [f"{plan.architecture} on {plan.ranks} rank{'s' * (plan.ranks > 1)}{weights}", ""]
     rows = [("parameter", "shape", "role", "dim", "on each rank")]
-    for label, entry in _folded((entry.name, entry) for entry in plan.tensors.values()):
+    for label, entry in folded((entry.name, entry) for entry in plan.tensors.values()):
         dim = "" if entry.partition.dim is None else str(entry.partition.dim)
         role = entry.role + (" (gradient summed)" if entry.grad == "partial" else "")
         rows.append((label, "x".join(map(str, entry.shape)), role, dim, _sizes(plan, entry)))
         rows.extend((f"  = {alias}", "", "", "", "") for alias in entry.aliases)
     lines += _columns(rows)
     if plan.attention:
-        lines += ["", "attention", *_columns([(label, _heads(a)) for label, a in _folded((a.module, a) for a in plan.attention)])]
+        lines += ["", "attention", *_columns([(label, _heads(a)) for label, a in folded((a.module, a) for a in plan.attention)])]
     if plan.regions:
         lines += ["", "between ranks"]
-        lines += _columns([(label, _OPERATIONS[r.op], _shape(r)) for label, r in _folded((r.name, r) for r in plan.regions)])
+        lines += _columns([(label, _OPERATIONS[r.op], _shape(r)) for label, r in folded((r.name, r) for r in plan.regions)])
     if plan.edits:
         lines += ["", "integers that become local"]
-        edits = _folded((f"{e.module}.{e.attribute}", e) for e in plan.edits)
+        edits = folded((f"{e.module}.{e.attribute}", e) for e in plan.edits)
         lines += _columns([(label, f"{e.whole} -> {', '.join(map(str, e.values))}") for label, e in edits])
     if plan.notes:
         lines += ["", "notes"]
@@ -106,7 +106,7 @@ def _sums(plan: Plan, entry: TensorPlan) -> list[str]:
     module = entry.name.rpartition(".")[0]
     own = [r for r in plan.regions if r.module == module]
     lines = [f"  forward: {_OPERATIONS[r.op]} at {r.name}" for r in own if r.op in ("reduce", "mean_square")]
-    before = _copy_before(plan, entry)
+    before = copy_before(plan, entry)
     if before is not None and entry.role in ("column", "vocab", "split"):
         lines.append(f"  backward: the gradient of its input is all-reduced at {before.name}")
     if entry.grad == "partial":
@@ -117,7 +117,7 @@ def _sums(plan: Plan, entry: TensorPlan) -> list[str]:
     return lines
 
 
-def _copy_before(plan: Plan, entry: TensorPlan) -> Region | None:
+def copy_before(plan: Plan, entry: TensorPlan) -> Region | None:
     """The f on the way into the parameter's module: named by the reason of an f that lists the module, in the nearest common parent."""
     module = entry.name.rpartition(".")[0]
     leaf = module.rpartition(".")[2]
@@ -151,7 +151,7 @@ def _heads(a: Attention) -> str:
     return f"query heads {query} of {a.query.size}; KV heads {kv} of {a.kv.size}"
 
 
-def _folded(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
+def folded(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
     """Entries whose names differ in one number only, and whose content is alike, as one with a range of numbers."""
     groups: dict[tuple[str, str], list[tuple[str, Entry]]] = {}
     for name, entry in entries:
@@ -162,11 +162,11 @@ def _folded(entries: Iterable[tuple[str, Entry]]) -> list[tuple[str, Entry]]:
             out.extend(members)
             continue
         numbers = [int(re.findall(r"(?<=\.)\d+(?=\.)", name)[0]) for name, _ in members]
-        out.append((pattern.replace("*", _runs(numbers)), members[0][1]))
+        out.append((pattern.replace("*", runs(numbers)), members[0][1]))
     return out
 
 
-def _runs(numbers: list[int]) -> str:
+def runs(numbers: list[int]) -> str:
     """0,1,2,5 as "0-2,5"."""
     runs: list[list[int]] = []
     for n in numbers:

@@ -124,16 +124,16 @@ def tokens(whole: tuple[int, ...], split: tuple[int, ...], logits: torch.Tensor,
     places when they lie within 2 * gap of each other; then it is a tie, else a bug.
     """
     at = next((i for i, (a, b) in enumerate(zip(whole, split, strict=False)) if a != b), None)
+    name = f"{len(whole)} greedy tokens"
     if at is None and len(whole) == len(split):
-        return Item("tokens", f"{len(whole)} greedy tokens", 0.0, 0.0)
+        return Item("tokens", name, 0.0, 0.0, detail=name)
     if at is None:
-        return Item("tokens", "greedy tokens", math.inf, 0.0, detail=f"{len(split)} tokens instead of {len(whole)}")
+        return Item("tokens", name, math.inf, 0.0, detail=f"{len(split)} tokens instead of {len(whole)}")
     best = logits[at].double().topk(2).values
     margin = float(best[0] - best[1])
-    text = f"token {at}: {split[at]} instead of {whole[at]}, the whole model's best two are {margin:.2g} apart"
-    if margin <= 2 * gap:
-        return Item("tokens", f"{len(whole)} greedy tokens", margin, 2 * gap, detail=f"{text}: a tie within rounding")
-    return Item("tokens", f"{len(whole)} greedy tokens", margin, 2 * gap, detail=text)
+    tie = ": a tie within rounding" if margin <= 2 * gap else ""
+    text = f"token {at}: {split[at]} instead of {whole[at]}, the whole model's best two are {margin:.2g} apart{tie}"
+    return Item("tokens", name, margin, 2 * gap, detail=text)
 
 
 def merge(per_rank: Iterable[Comparison]) -> Comparison:

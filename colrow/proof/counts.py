@@ -1,20 +1,31 @@
-"""Collectives counted against collectives predicted from the plan: every call site, number of calls and bytes."""
+"""Collectives counted against collectives predicted from the plan: every call site, number of calls, bytes of the tensor, bytes moved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
-from ..planning import cost
+from ..comm.group import Group
+from ..planning import cost, wire
 from ..planning.plan import Plan
 from .compare import Item
 from .exercise import Questions
 
 Site = tuple[str, str, str]  # phase, op, name
-Count = tuple[int, int]  # calls, logical bytes
+Count = tuple[int, int, int]  # calls, bytes of the logical tensors, bytes that the rank moved
 
 
-def predicted(plan: Plan, asked: Questions, rank: int, dtype_bytes: int) -> dict[Site, Count]:
-    """What `rank` must count when a model that is split by `plan` answers the questions (exercise.ask)."""
+def counted(group: Group) -> dict[Site, Count]:
+    """What this rank has counted in phases that have a name; small objects and barriers are no tensors and are left out."""
+    tallies = group.counters.sites.items()
+    return {s: (t.calls, t.logical_bytes, t.moved_bytes) for s, t in tallies if s[0] and s[1] not in ("object", "barrier")}
+
+
+def predicted(plan: Plan, asked: Questions, group: Group, dtype_bytes: int) -> dict[Site, Count]:
+    """What this rank must count when a model that is split by `plan` answers the questions (exercise.ask).
+
+    Bytes moved are 0 for a transport that does not count them where they are copied.
+    """
     batch, length = asked.ids.shape
     phases: list[tuple[str, cost.Phase, int, int, int]] = [("prefill", "prefill", batch, length, 1)]
     if asked.train:
@@ -26,27 +37,40 @@ def predicted(plan: Plan, asked: Questions, rank: int, dtype_bytes: int) -> dict
     found: dict[Site, Count] = {}
     for name, phase, rows, columns, times in phases:
         for p in cost.predict(plan, rows, columns, phase, dtype_bytes):
-            if rank in p.ranks:
-                site = (name, p.op, p.name)
-                calls, size = found.get(site, (0, 0))
-                found[site] = (calls + times * p.calls, size + times * p.logical_bytes)
+            if group.rank in p.ranks:
+                calls, size, moved = found.get((name, p.op, p.name), (0, 0, 0))
+                more = _moved(p, group)
+                found[name, p.op, p.name] = (calls + times * p.calls, size + times * p.logical_bytes, moved + times * more)
     return found
 
 
-def count_items(plan: Plan, asked: Questions, rank: int, dtype_bytes: int, counted: dict[Site, Count]) -> Iterator[Item]:
+def _moved(p: cost.Predicted, group: Group) -> int:
+    kind = group.transport.kind
+    if not _counts_moved(kind):
+        return 0
+    limit = getattr(group.transport, "one_shot_limit", wire.SHM_SLOT)
+    rank, each = p.ranks.index(group.rank), p.logical_bytes // p.calls
+    return p.calls * wire.moved(kind, p.op, each, rank, len(p.ranks), p.parts, p.unit, limit)  # type: ignore[arg-type]
+
+
+def _counts_moved(kind: str) -> bool:
+    return kind in get_args(wire.Algorithm) and kind not in wire.SENT
+
+
+def count_items(expected: dict[Site, Count], found: dict[Site, Count], group: Group) -> Iterator[Item]:
     """One item a phase; its difference is the number of call sites where count and prediction disagree, its detail names the first."""
-    expected = predicted(plan, asked, rank, dtype_bytes)
-    counted = {site: count for site, count in counted.items() if site[1] not in ("object", "barrier")}
-    for phase in dict.fromkeys(site[0] for site in (*expected, *counted)):
-        sites = [s for s in dict.fromkeys((*expected, *counted)) if s[0] == phase]
-        wrong = [s for s in sites if expected.get(s, (0, 0)) != counted.get(s, (0, 0))]
-        calls, size = (sum(n[i] for s, n in counted.items() if s[0] == phase) for i in (0, 1))
-        detail = _disagreement(wrong[0], expected, counted) if wrong else f"{calls} calls, {size:,} bytes"
+    if not _counts_moved(group.transport.kind):
+        found = {site: (calls, size, 0) for site, (calls, size, _) in found.items()}
+    sites = list(dict.fromkeys((*expected, *found)))
+    for phase in dict.fromkeys(site[0] for site in sites):
+        wrong = [s for s in sites if s[0] == phase and expected.get(s) != found.get(s)]
+        calls = sum(n for s, (n, _, _) in found.items() if s[0] == phase)
+        detail = _disagreement(wrong[0], expected, found) if wrong else f"{calls} calls"
         yield Item("collectives", phase, float(len(wrong)), 0.0, detail=detail)
 
 
-def _disagreement(site: Site, expected: dict[Site, Count], counted: dict[Site, Count]) -> str:
+def _disagreement(site: Site, expected: dict[Site, Count], found: dict[Site, Count]) -> str:
     def words(count: Count | None) -> str:
-        return "none" if count is None else f"{count[0]} x {count[1] // max(count[0], 1):,} bytes"
+        return "none" if count is None else f"{count[0]} x {count[1] // max(count[0], 1):,} bytes ({count[2]:,} moved)"
 
-    return f"{site[1]} at {site[2]}: predicted {words(expected.get(site))}, counted {words(counted.get(site))}"
+    return f"{site[1]} at {site[2]}: predicted {words(expected.get(site))}, counted {words(found.get(site))}"

@@ -18,7 +18,7 @@ from ..parallel.head import sharded_logits
 from ..planning.plan import Plan
 from . import compare
 from .compare import Comparison, Item
-from .counts import Site, count_items
+from .counts import count_items, counted, predicted
 from .exercise import Answers, ask, optimizers
 from .precision import computing_in, tolerance
 from .reference import Reference, digest
@@ -33,7 +33,6 @@ Copies = dict[tuple[str, str, int], str]
 class Evidence:
     comparison: Comparison
     copies: Copies
-    sites: dict[Site, tuple[int, int, int]]  # calls, logical bytes, bytes that this rank moved
 
 
 def examine(model: nn.Module, group: Group, plan: Plan, reference: Reference) -> Evidence:
@@ -48,7 +47,7 @@ def examine(model: nn.Module, group: Group, plan: Plan, reference: Reference) ->
 
     with computing_in(reference.dtype):
         answers = ask(model, reference.asked, reference.answers.tokens, phase, lambda: sharded_logits(model))
-    sites = {key: (t.calls, t.logical_bytes, t.moved_bytes) for key, t in counters.sites.items() if key[0]}
+    found = counted(group)
     items += _answers(reference, answers)
     copies: Copies = {}
     if reference.asked.train:
@@ -56,9 +55,8 @@ def examine(model: nn.Module, group: Group, plan: Plan, reference: Reference) ->
         copies |= _copies("copies of gradients", {n: p.grad for n, p in model.named_parameters()}, plan, group.rank)
         items += _steps(model, plan, group.rank, reference)
         copies |= _copies(AFTER, dict(model.named_parameters()), plan, group.rank)
-    counted = {site: count[:2] for site, count in sites.items()}
-    items += count_items(plan, reference.asked, group.rank, reference.dtype.itemsize, counted)
-    return Evidence(Comparison(tuple(items)), copies, sites)
+    items += count_items(predicted(plan, reference.asked, group, reference.dtype.itemsize), found, group)
+    return Evidence(Comparison(tuple(items)), copies)
 
 
 def judge(evidence: Sequence[Evidence]) -> Comparison:

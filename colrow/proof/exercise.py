@@ -75,6 +75,7 @@ def ask(
     """Runs the model; gradients are left in `.grad`. `follow` are the tokens to decode along (the whole model's), so that logits stay
     comparable after two models have chosen differently; by default the model's own. `phase` is told what begins; `slices` is entered for
     the loss."""
+    asked = asked.to(next(model.parameters()).device)
     phase("prefill")
     with torch.no_grad():
         logits = model(input_ids=asked.ids, attention_mask=torch.ones_like(asked.ids), use_cache=False).logits

@@ -50,40 +50,43 @@ class Report:
 
 
 def _table(comparison: Comparison) -> Table:
+    """A row a kind: its largest difference, and of the item that comes closest to what it is allowed, how close, and its name."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("compared", "largest difference", "allowed", "", "what"):
-        table.add_column(column, justify="right" if column in ("largest difference", "allowed") else "left", overflow="fold")
+    for column in ("compared", "largest difference", "of allowed", "", ""):
+        table.add_column(column, justify="right" if column in ("largest difference", "of allowed") else "left", overflow="fold")
     for kind in comparison.kinds():
         items, worst = comparison.of(kind), comparison.worst(kind)
-        name = kind if len(items) == 1 else f"{kind} ({len(items)})"
-        exact = worst.tolerance == 0
         table.add_row(
-            name,
-            "none" if exact and worst.ok else _number(worst.difference),
-            "none" if exact else _number(worst.tolerance),
+            kind if len(items) == 1 else f"{kind} ({len(items)})",
+            _largest(items),
+            "" if worst.tolerance == 0 else f"{min(worst.difference / worst.tolerance, 9.99):.0%}",
             "[green]ok[/]" if all(i.ok for i in items) else f"[red]{worst.verdict}[/]",
             _what(worst, items),
         )
     return table
 
 
+def _largest(items: tuple[Item, ...]) -> str:
+    largest = max(i.difference for i in items)
+    if all(i.tolerance == 0 for i in items):
+        return "none" if largest == 0 else f"{largest:g}"
+    return _number(largest)
+
+
 def _what(worst: Item, items: tuple[Item, ...]) -> str:
-    name = worst.name if worst.name not in (worst.kind, "bits") and not (worst.ok and worst.tolerance == 0) else ""
     if worst.kind == "collectives" and all(i.ok for i in items):
-        return "; ".join(f"{i.name.replace('_', ' ')} {i.detail.split(',')[0]}" for i in items) + ": as predicted"
-    return ": ".join(filter(None, (name, worst.detail)))
+        return "; ".join(f"{i.name.replace('_', ' ')} {i.detail.split(',')[0]}" for i in items) + ": as predicted, to the byte"
+    named = worst.name not in (worst.kind, "bits", "logits") and not (worst.ok and worst.tolerance == 0)
+    return ": ".join(filter(None, (worst.name if named else "", worst.detail)))
 
 
 def _number(value: float) -> str:
-    return "-" if math.isinf(value) else f"{value:.1e}"
+    return "infinite" if math.isinf(value) else f"{value:.1e}"
 
 
 def _summary(comparison: Comparison) -> str:
-    parts = []
-    for kind in ("logits", "outputs", "loss", "gradients", "SGD", "AdamW"):
-        if comparison.of(kind):
-            parts.append(f"{kind} {_number(max(i.difference for i in comparison.of(kind)))}")
-    return "largest differences " + ", ".join(parts)
+    kinds = (k for k in ("logits", "outputs", "loss", "gradients", "SGD", "AdamW") if comparison.of(k))
+    return "largest differences " + ", ".join(f"{k} {_largest(comparison.of(k))}" for k in kinds)
 
 
 def describe(comparison: Comparison, find: Callable[[], Parting | None]) -> str:

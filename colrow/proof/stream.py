@@ -26,7 +26,7 @@ from ..partition import Partition
 from ..planning.plan import Plan
 from . import compare
 from .compare import Comparison, Item
-from .counts import count_items
+from .counts import count_items, counted, predicted
 from .evidence import Copies, Evidence
 from .exercise import Questions
 from .precision import Float64, computing_in, tolerance
@@ -76,11 +76,9 @@ class _Pass:
         never = Item("units", "bits", float(len(self.waiting)), 0.0, detail=f"{len(found)} compared one by one")
         if self.waiting:
             never = Item("units", "bits", float(len(self.waiting)), 0.0, detail=f"{min(self.waiting)} was never called by itself")
-        sites = {key: (t.calls, t.logical_bytes, t.moved_bytes) for key, t in counters.sites.items() if key[0]}
-        counted = {site: count[:2] for site, count in sites.items()}
-        forward = asked.without_decoding().without_training()
-        self.items += [never, *count_items(self.plan, forward, self.group.rank, self.dtype.itemsize, counted)]
-        return Evidence(Comparison(tuple(self.items)), self.copies, sites)
+        expected = predicted(self.plan, asked.without_decoding().without_training(), self.group, self.dtype.itemsize)
+        self.items += [never, *count_items(expected, counted(self.group), self.group)]
+        return Evidence(Comparison(tuple(self.items)), self.copies)
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(unit: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

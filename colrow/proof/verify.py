@@ -42,6 +42,7 @@ from .units import WholeUnits
 
 Progress = Callable[[str], None]
 TOKENS = 16  # greedily decoded
+BLUNT = 0.02  # own error of the logits beyond which the report says that another dtype would show more
 
 
 @dataclass(frozen=True)
@@ -223,4 +224,7 @@ def _notes(task: Task, results: Sequence[Result], more: str, measured: bool) -> 
         notes.append(f"allowed: {ALLOWANCE:g} times the whole model's own error against float64, at least {FLOOR[task.dtype]:.0e}")
     else:
         notes.append("the whole model's own rounding was not measured: its float64 copy does not fit into memory")
+    loose = max((i.own_error or 0.0 for r in results for i in r.evidence.comparison.of("logits")), default=0.0)
+    if loose > BLUNT:
+        notes.append(f"here the whole model's own logits are off by {loose:.0%} in this dtype: float32 shows more")
     return tuple(notes)

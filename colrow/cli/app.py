@@ -85,7 +85,7 @@ def plan(
     config = shapes.config(model) if files is None else files.config()
     made = command.make(config, ranks, shares, given, json_file)
     if why is not None:
-        command.explain(made, why)
+        command.explain(made, why, batch * seq, command.the_dtype(dtype, config).itemsize)
         return
     command.show(model, config, made, dtype, machine, Asked(batch, seq, train, room), html_file)
 

@@ -12,7 +12,7 @@ from ..api import the_dtype
 from ..engine import exchange
 from ..engine.settings import Sampling
 from ..errors import UserError
-from ..planning import cost, verdict
+from ..planning import cost, price, verdict
 from ..planning.links import Machine
 from ..planning.plan import Plan
 from ..planning.study import Question, Study
@@ -34,8 +34,12 @@ def make(config: PreTrainedConfig, ranks: int, split: Sequence[float], given: Pl
     return plan
 
 
-def explain(plan: Plan, name: str) -> None:
+def explain(plan: Plan, name: str, tokens: int, dtype_bytes: int) -> None:
+    """The reason of one parameter, and what the other ways to split it would move for so many tokens."""
     say(plan.why(name))
+    others = price.alternatives(plan, name, tokens, dtype_bytes)
+    for line in ["  the other ways:", *others] if others else []:
+        say(line if line.endswith(":") else textwrap.fill(line, 110, initial_indent="    ", subsequent_indent="      "))
 
 
 def show(name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: Machine, asked: Asked, html_file: Path | None) -> None:

@@ -13,7 +13,6 @@ Not here: deciding anything (the plan does), reading files, proving that the res
 from __future__ import annotations
 
 import copy
-import threading
 
 import torch
 from torch import nn
@@ -22,18 +21,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
+from ..planning.graph import is_table
 from ..planning.plan import Edit, Plan, Region
 from ..planning.trace import model_class
-from . import attention, borders, embedding, generate, gradients, guards, head, linear, random, save
+from . import attention, borders, embedding, generate, gradients, guards, head, linear, load, random, save
 from .check import check, reduces
 from .state import State
-
-_BUILDING = threading.Lock()  # transformers sets torch's default dtype while it builds, for all threads
 
 
 def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole model without memory: every parameter and buffer is on the meta device."""
-    with _BUILDING, torch.device("meta"):
+    with load.BUILDING, torch.device("meta"):
         return model_class(config).from_config(copy.deepcopy(config), dtype=dtype)
 
 
@@ -87,10 +85,10 @@ def _change_layers(model: nn.Module, plan: Plan, group: Group) -> set[Region]:
         if key != "weight" or cut.dim is None:
             continue
         region = reduces(plan, path)
-        if type(layer) is nn.Embedding and cut.dim == 0:
-            embedding.make_vocab(layer, cut, group, region.name if region else None)
-        elif type(layer) is nn.Embedding:
-            embedding.make_column(layer)
+        if is_table(type(layer)) and cut.dim == 0:
+            embedding.make_vocab(layer, cut, group, region.name if region else None)  # type: ignore[arg-type]
+        elif is_table(type(layer)):
+            embedding.make_column(layer)  # type: ignore[arg-type]
         elif type(layer) in linear.OUTPUT_DIM and cut.dim == linear.OUTPUT_DIM[type(layer)]:
             linear.make_column(layer, group, path)
             continue

@@ -16,6 +16,7 @@ from torch import nn
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
+from ..planning.graph import is_table
 from ..planning.plan import Attention, Edit, Plan, Region, TensorPlan
 from . import attention
 from .embedding import check_vocab
@@ -77,7 +78,7 @@ def _check_tensor(model: nn.Module, plan: Plan, entry: TensorPlan) -> None:
 def _check_cut(plan: Plan, module: nn.Module, name: str, key: str, entry: TensorPlan) -> None:
     """A cut must be one that the layer's class can carry out; other modules use a "split" parameter as they would the whole one."""
     cut, kind = entry.partition, type(module)
-    if cut.dim is None or (entry.role == "split" and kind not in (*OUTPUT_DIM, nn.Embedding)):
+    if cut.dim is None or (entry.role == "split" and kind not in OUTPUT_DIM and not is_table(kind)):
         return
     if kind in OUTPUT_DIM and key == "weight":
         column = cut.dim == OUTPUT_DIM[kind]
@@ -93,13 +94,19 @@ def _check_cut(plan: Plan, module: nn.Module, name: str, key: str, entry: Tensor
     elif kind in OUTPUT_DIM and key == "bias":
         if plan.tensor(f"{name}.weight").partition.pieces != cut.pieces:
             raise UserError(f"the bias of {name} is cut, its weight is not or in another way", cut.pieces, "the same cut")
-    elif kind is nn.Embedding:
+    elif is_table(kind):
         if cut.dim == 0:
             check_vocab(module, cut, name)  # type: ignore[arg-type]
         elif cut.shared():
             raise UserError(f"features of {name} lie on two ranks", cut.pieces, "each index on one rank")
+    elif entry.role == "row" and not cut.shared() and any(r.op == "reduce" and _holds(r.module, name) for r in plan.regions):
+        return  # its partial sums are added at its module's output, or at that of one around it
     else:
         raise UserError(f"colrow cannot cut {name}.{key} of a {kind.__name__} as '{entry.role}'", cut.pieces, "leave it whole in the plan")
+
+
+def _holds(outer: str, inner: str) -> bool:
+    return f"{inner}.".startswith(f"{outer}." if outer else "")
 
 
 def reduces(plan: Plan, module: str) -> Region | None:

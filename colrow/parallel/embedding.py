@@ -9,6 +9,8 @@ An embedding cut along its features (`make_column`) looks up a slice of every ro
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -58,10 +60,18 @@ class VocabParallelEmbedding(nn.Embedding):
 def make_vocab(layer: nn.Embedding, partition: Partition, group: Group, name: str | None) -> None:
     """Turns an embedding whose weight is the rank's rows already into a vocabulary-parallel one, in place."""
     padding = layer.padding_idx
-    layer.__class__ = VocabParallelEmbedding
+    layer.__class__ = _vocab_class(type(layer))  # type: ignore[arg-type]
     layer.num_embeddings = layer.weight.shape[0]
     layer.padding_idx = None if padding is None else partition.local_offset(group.rank, padding)
     layer.partition, layer.group, layer.name = partition, group, name  # type: ignore[assignment]
+
+
+@functools.cache
+def _vocab_class(cls: type) -> type:
+    """A class of a model's own keeps what it does before and after the lookup: its `super().forward` finds the parallel one."""
+    if cls is nn.Embedding or issubclass(cls, VocabParallelEmbedding):
+        return VocabParallelEmbedding
+    return type(f"VocabParallel{cls.__name__}", (cls, VocabParallelEmbedding), {})
 
 
 def make_column(layer: nn.Embedding) -> None:

@@ -9,6 +9,7 @@ loading. Not here: which tensor belongs to which parameter (checkpoint/names.py)
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,8 @@ from ..checkpoint import names
 from ..checkpoint.source import Source
 from ..errors import UserError
 from ..planning.plan import Plan, TensorPlan
+
+BUILDING = threading.Lock()  # transformers sets torch's default dtype while it builds a model, for all threads
 
 Progress = Callable[[str, int, int], None]  # (parameter, elements done, elements in all)
 
@@ -174,7 +177,7 @@ def remake_buffers(model: nn.Module, device: torch.device | str) -> None:
         for filling in (0, 1):
             for leaf, buffer in lost.items():
                 module._buffers[leaf] = torch.full(buffer.shape, filling, dtype=buffer.dtype, device=device)
-            with torch.no_grad(), _out_of_reach(module):
+            with BUILDING, torch.no_grad(), _out_of_reach(module):
                 owner._init_weights(module)  # type: ignore[operator]
             results.append({leaf: module._buffers[leaf] for leaf in lost})
         for leaf, buffer in lost.items():

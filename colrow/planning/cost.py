@@ -107,7 +107,7 @@ def _forward(region: Region, whole_logits: bool) -> Iterator[tuple[str, str]]:
 
 
 def _backward(region: Region) -> Iterator[tuple[str, str]]:
-    if region.op in ("copy", "mean_square"):
+    if region.op in ("copy", "mean_square") and not region.shares:
         yield "all_reduce", f"{region.name}.grad"
 
 

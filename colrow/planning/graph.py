@@ -23,6 +23,18 @@ REALISTIC = {"B": 4, "S": 1024}
 PRODUCTS = (nn.Linear, Conv1D)  # exactly these: a class of a model's own may do more
 
 
+def is_table(cls: type) -> bool:
+    """nn.Embedding, or a class of a model's own that leaves the lookup to it (scaled word embeddings, shifted positions).
+
+    >>> is_table(nn.Embedding), is_table(nn.EmbeddingBag)
+    (True, False)
+    """
+    if not issubclass(cls, nn.Embedding):
+        return False
+    own = [c.__dict__["forward"] for c in cls.__mro__[: cls.__mro__.index(nn.Embedding)] if "forward" in c.__dict__]
+    return all("super" in f.__code__.co_names and "embedding" not in f.__code__.co_names for f in own)
+
+
 @dataclass(frozen=True)
 class Border:
     """A place where a region can stand: a value entering (`place` "input") or leaving a module call under a name."""
@@ -188,7 +200,8 @@ class Graph:
         return self.trace.modules.get(module) in PRODUCTS
 
     def is_table(self, module: str) -> bool:
-        return self.trace.modules.get(module) is nn.Embedding
+        """The module looks up in its table through nn.Embedding, whatever it does before and after."""
+        return is_table(self.trace.modules.get(module, object))
 
     def per_token(self, value: int) -> float:
         """Elements of a value per token, for realistic batch and sequence lengths."""

@@ -68,6 +68,7 @@ class Region:
     partition: Partition | None = None  # gather: the cut that is undone; else None
     ranks: tuple[tuple[int, ...], ...] = ()  # the groups that reduce separately; () = all ranks together
     dtype: str = ""
+    shares: str = ""  # copy: the call site of an earlier f of the same tensor, which serves this border too (one all-reduce)
 
     @property
     def name(self) -> str:

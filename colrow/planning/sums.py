@@ -36,7 +36,7 @@ class Capabilities:
     reduce_anywhere: bool = False  # reductions at modules that own no cut parameter
 
 
-APPLIER = Capabilities()
+APPLIER = Capabilities(own_layers=True)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 from ..partition import Partition, whole
@@ -161,7 +162,10 @@ class _Words:
         flow = self.choice.flow
         out = [(b, self.region(b, "reduce", self.why_reduce(b))) for b in flow.reduced.values()]
         for borders in self.choice.gradients.copies.values():
-            out.extend((b, self.region(b, "copy", self.why_copy(b))) for b in borders)
+            first, *others = sorted(borders, key=self._position)
+            made = self.region(first, "copy", self.why_copy(first))
+            out.append((first, made))
+            out.extend((b, replace(self.region(b, "copy", made.reason), shares=made.name)) for b in others)
         for b in flow.gathered:
             cut = self.choice.cuts.partition(self.graph.axes.dims[b.value])
             last = Partition((cut.dim or 0) - len(self.graph.axes.dims[b.value]), cut.pieces)  # counted from the end

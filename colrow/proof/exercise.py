@@ -110,6 +110,8 @@ def _decode(
             out = model(input_ids=ids, attention_mask=mask, use_cache=True, **given)
             rows.append(out.logits[0, -1])
             tokens.append(int(rows[-1].argmax()))
+            if out.get(name) is None:
+                break  # an encoder: it has no cache, and nothing to decode
             given = {name: out[name]}
             ids = asked.prompt.new_tensor([[tokens[-1] if follow is None else follow[step]]])
     return torch.stack(rows) if rows else asked.prompt.new_empty(0, 0).float(), tuple(tokens)

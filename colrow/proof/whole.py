@@ -20,9 +20,19 @@ from ..planning.trace import model_class
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
-    """In eval mode, on the current default device. transformers' eager attention is plain products and a softmax, nothing fused."""
-    model = model_class(config).from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
-    return simple_experts(model.eval())
+    """In eval mode, on the current default device. transformers' eager attention is plain products and a softmax, nothing fused.
+
+    Tables that its code computes (sines of positions) are computed once more, as after loading from files: while it builds a model,
+    transformers has another default dtype, which they would show.
+    """
+    model = model_class(config).from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype).eval()
+    if torch.get_default_device().type != "meta":
+        for module in model.modules():
+            for leaf in module._non_persistent_buffers_set:
+                if module._buffers.get(leaf) is not None:
+                    module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device="meta")
+        split_load.remake_buffers(model, torch.get_default_device())
+    return simple_experts(model)
 
 
 def simple_experts(model: PreTrainedModel) -> PreTrainedModel:

@@ -1,0 +1,53 @@
+"""Tiny configs of many families, with the sizes that break the usual symmetries: odd vocabulary and intermediate size, heads x head_dim
+different from the hidden size, KV heads that do not divide the ranks, windows shorter than the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers as tf
+from transformers import PreTrainedConfig
+
+TOKENS: dict[str, Any] = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SIZES: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 51, "num_hidden_layers": 2, "max_position_embeddings": 64, **TOKENS}
+GROUPED: dict[str, Any] = {**SIZES, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+EVEN: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+WIDE: dict[str, Any] = {**SIZES, "hidden_size": 45, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+PLAIN: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 6}
+WINDOW = 4
+
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "mistral": lambda: tf.MistralConfig(**GROUPED, sliding_window=WINDOW),
+    "qwen3": lambda: tf.Qwen3Config(**GROUPED),
+    "gemma": lambda: tf.GemmaConfig(**GROUPED),
+    "gemma2": lambda: tf.Gemma2Config(
+        **WIDE, query_pre_attn_scalar=24, sliding_window=WINDOW, attn_logit_softcapping=5.0, final_logit_softcapping=3.0
+    ),
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **WIDE, query_pre_attn_scalar=24, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "phi": lambda: tf.PhiConfig(**PLAIN, partial_rotary_factor=0.5),
+    "phi3": lambda: tf.Phi3Config(**EVEN),
+    "gpt-neox": lambda: tf.GPTNeoXConfig(**PLAIN, rotary_pct=0.25, use_parallel_residual=True),
+    "gpt-neox-sequential": lambda: tf.GPTNeoXConfig(**PLAIN, rotary_pct=0.25, use_parallel_residual=False),
+    "gptj": lambda: tf.GPTJConfig(**TOKENS, n_embd=48, n_head=6, n_layer=2, rotary_dim=4, n_positions=64, n_inner=51),
+    "opt": lambda: tf.OPTConfig(
+        **TOKENS,
+        hidden_size=48,
+        num_attention_heads=6,
+        ffn_dim=51,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        word_embed_proj_dim=48,
+    ),
+    "cohere": lambda: tf.CohereConfig(**EVEN, use_qk_norm=False, logit_scale=0.25),
+    "cohere-norm": lambda: tf.CohereConfig(**EVEN, use_qk_norm=True, logit_scale=0.25),
+    "stablelm": lambda: tf.StableLmConfig(**EVEN, partial_rotary_factor=0.5, use_qkv_bias=True),
+    "glm": lambda: tf.GlmConfig(**EVEN, head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
+    "granite": lambda: tf.GraniteConfig(**EVEN, residual_multiplier=0.5, logits_scaling=2.0, attention_multiplier=0.3),
+    "olmo": lambda: tf.OlmoConfig(**EVEN, clip_qkv=0.7),
+    "starcoder2": lambda: tf.Starcoder2Config(**EVEN),
+    "bert": lambda: tf.BertConfig(**PLAIN),
+}

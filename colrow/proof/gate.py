@@ -79,7 +79,7 @@ def prove(small: Small) -> Comparison:
     name = small.plan.architecture or small.plan.model_type
     asked = questions(_vocabulary(small.config))
     try:
-        whole = _whole(small)
+        whole = whole_model.build(small.config, DTYPE)
         add_noise(whole)
         state = {key: t.detach().clone() for key, t in whole.state_dict().items()}
         expected = reference(whole, small.plan, asked)
@@ -97,11 +97,6 @@ def prove(small: Small) -> Comparison:
     return comparison
 
 
-def _whole(small: Small) -> PreTrainedModel:
-    """Built in float32, as anyone would: buffers that are computed while it is built have float32's bits in both models."""
-    return whole_model.build(small.config, torch.float32).to(DTYPE)  # type: ignore[arg-type]
-
-
 def _rank(group: Group, small: Small, state: State, expected: Reference) -> Evidence:
     return examine(_split(group, small, state), group, small.plan, expected)
 
@@ -116,7 +111,7 @@ def _split(group: Group, small: Small, state: State) -> PreTrainedModel:
 def _parting(small: Small, state: State, asked: Questions) -> trail.Parting | None:
     """Both models once more, with everything that passes between modules written down."""
     asked = asked.briefly()
-    whole = _whole(small)
+    whole = whole_model.build(small.config, DTYPE)
     whole.load_state_dict(state)
     with Float64(), trail.recording(whole) as expected:
         tokens = ask(whole, asked).tokens

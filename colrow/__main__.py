@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-INTERRUPTED = 130  # as shells have it for a process that Ctrl-C ended
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; the exit code: 0, 1 for a proof or a run that failed, 2 for wrong input, 130 after Ctrl-C."""
-    from .cli.app import app
-    from .errors import ColrowError
+    from .cli.interrupt import INTERRUPTED, ending_at_once
+
+    with ending_at_once():
+        from .cli.app import app
+        from .errors import ColrowError
 
     try:
         code = int(app(args=None if arguments is None else list(arguments), prog_name="colrow", standalone_mode=False) or 0)
     except ColrowError as error:
         return _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     except Exception as error:
         # The parser's own errors: their classes are click's in older releases of typer and typer's own in newer ones.
         if isinstance(error.__cause__, KeyboardInterrupt):

@@ -72,6 +72,17 @@ def test_the_number_of_ranks_comes_from_where_it_is_said(monkeypatch: pytest.Mon
     assert read_split("3, 1") == (3.0, 1.0)
 
 
+@pytest.mark.process
+def test_ctrl_c_while_libraries_are_imported_is_not_lost() -> None:
+    code = (
+        "import os, signal; from colrow.cli.interrupt import ending_at_once\n"
+        "with ending_at_once():\n    try:\n        os.kill(os.getpid(), signal.SIGINT)\n    except BaseException: pass\n"
+        "print('went on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "colrow: interrupted\n")
+
+
 def test_bytes_in_words() -> None:
     assert [nbytes(n) for n in (0, 512, 1536, 141_557_760, 3 * 1024**3)] == ["0 B", "512 B", "1.50 KiB", "135 MiB", "3.00 GiB"]
 

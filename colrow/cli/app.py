@@ -16,6 +16,7 @@ from ..engine.settings import Sampling, check_dtype
 from ..errors import UserError
 from ..planning import links, shapes
 from . import show
+from .interrupt import ending_at_once
 from .job import Opening, Wish
 from .options import Asked, at_least_1, degree, find_with_weights, read_bytes, read_plan, read_split
 
@@ -80,7 +81,8 @@ def plan(
     files = None if known else find(model, trust_remote_code)
     check_dtype(dtype)
     machine = links.machine(device, link)
-    from . import plan as command
+    with ending_at_once():
+        from . import plan as command
 
     config = shapes.config(model) if files is None else files.config()
     made = command.make(config, ranks, shares, given, json_file)
@@ -109,7 +111,8 @@ def verify(
     """
     shares, given = read_split(split), read_plan(plan_file)
     ranks, files = degree(tp, shares, given), find(model, trust_remote_code)
-    from . import verify as command
+    with ending_at_once():
+        from . import verify as command
 
     what = {"small": small, "stream": stream, "train": train, "backend": backend}
     raise typer.Exit(command.show(files, ranks, shares, given, check_dtype(dtype), what))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ..comm import launch
+from ..comm.ranks import Ranks
 from ..errors import UserError
+from .interrupt import ending_at_once
 from .job import Account, Opening, Stage, Wish
 from .options import check_room
 from .screen import Screen, account_lines, note, say
@@ -80,11 +83,14 @@ def train(ranks: int, backend: str, opening: Opening, settings: Any, files: tupl
 def _ranks(size: int, backend: str, screen: Screen) -> Iterator[Stream]:
     """Ranks for one or several jobs: processes that are started now, those of torchrun, or for one rank this process."""
     if size == 1 or launch.under_torchrun():
+        with ending_at_once(screen.clear):
+            import_module(f"{__package__}.run")
         yield lambda fn, *args: launch.stream(fn, size, args, backend)
         return
     check_room(size)
-    from ..comm.ranks import Ranks
-
     screen.show("start")
-    with Ranks(size, backend, IMPORTS) as ranks:
+    with ExitStack() as stack:
+        with ending_at_once(screen.clear):
+            ranks = stack.enter_context(Ranks(size, backend, IMPORTS))
+            import_module(f"{__package__}.run")  # only now: the ranks start while this process imports it
         yield lambda fn, *args: ranks.stream(fn, args)

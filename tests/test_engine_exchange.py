@@ -8,7 +8,8 @@ import torch
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.engine.candidates import NonFiniteLogits
-from colrow.engine.exchange import CANDIDATES, DECISION, LOGITS, Exchange
+from colrow.engine.columns import LOGITS
+from colrow.engine.exchange import CANDIDATES, DECISION, Exchange
 from colrow.engine.sampling import choose, penalize
 from colrow.engine.settings import Sampling
 from colrow.engine.stopping import Finish

@@ -64,7 +64,7 @@ class Engine:
             return ids, sampling or Sampling(), limits
 
         ids, chosen, limits = on_rank_0(request, self.group, "engine.request")
-        rows = [_Row(self.tokenizer, stop, limits.eos) for _ in ids] if self.group.rank == 0 else None
+        rows = [RowText(self.tokenizer, stop, limits.eos) for _ in ids] if self.group.rank == 0 else None
         watch = None if rows is None else lambda row, token: rows[row].push(token)
         self.clock.begin(sum(map(len, ids)))
         for step in generate(self.model, self.group, ids, chosen, limits, watch, memory):
@@ -79,7 +79,7 @@ class Engine:
         return texts
 
 
-class _Row:
+class RowText:
     """Rank 0's text of one row."""
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], eos: frozenset[int]) -> None:
@@ -104,7 +104,7 @@ class _Row:
         return text
 
 
-def _chunk(step: Step, rows: Sequence[_Row] | None) -> Chunk:
+def _chunk(step: Step, rows: Sequence[RowText] | None) -> Chunk:
     if rows is None:
         return Chunk(step.number, ("",) * len(step.tokens), step.finished)
     return Chunk(step.number, tuple(row.take(end) for row, end in zip(rows, step.finished, strict=True)), step.finished)

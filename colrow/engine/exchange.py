@@ -17,11 +17,12 @@ from ..comm.group import Group
 from ..errors import RankError
 from ..partition import Partition
 from .candidates import OFFER_HEAD, check, decide, offer, tables, width
+from .columns import LOGITS, columns, gathered
 from .sampling import choose, penalize
 from .settings import Sampling
 from .stopping import Finish
 
-CANDIDATES, DECISION, LOGITS = "engine.candidates", "engine.decision", "engine.logits"
+CANDIDATES, DECISION = "engine.candidates", "engine.decision"
 _NEXT, _WIDEN = 0, 1
 
 Ends = Callable[[Sequence[int]], Sequence[Finish | None]]
@@ -58,14 +59,14 @@ class Exchange:
 
     def __init__(self, group: Group, cut: Partition | None, sampling: Sampling) -> None:
         self.group, self.sampling = group, sampling
-        self._cut = None if cut is None or cut.is_whole else cut
+        self._cut = cut
         self._ids: list[torch.Tensor] = []  # of every rank's columns
 
     def agree(self, logits: torch.Tensor, seen: Sequence[Sequence[int]], number: int, ends: Ends) -> Agreed:
         """The same on every rank. `logits` [rows, columns of this rank]; `seen[row]`: the
         ids so far (for the repetition penalty)."""
         if not self._ids:
-            self._ids = self._columns(logits.shape[1])
+            self._ids = columns(self._cut, logits.shape[1], self.group.size)
         mine = self._ids[self.group.rank]
         logits = self._penalized(logits[:, : len(mine)].cpu(), seen)
         count = width(self.sampling, sum(map(len, self._ids)))
@@ -78,7 +79,7 @@ class Exchange:
         agreed = self._tell(found, number, ends)
         if agreed is not None:
             return agreed
-        whole = self._gathered(logits)
+        whole = gathered(logits, self._ids, self.group)
         if self.group.rank == 0:
             found = [choose(line, self.sampling, row, number) for row, line in enumerate(whole)]
         agreed = self._tell(found, number, ends)
@@ -100,23 +101,9 @@ class Exchange:
             raise RankError(f"rank {self.group.rank} is at step {number} of the generation, rank 0 at step {at}")
         return None if code == _WIDEN else Agreed(rest[:rows], [Finish(reason) if reason else None for reason in rest[rows:]])
 
-    def _columns(self, columns: int) -> list[torch.Tensor]:
-        if self._cut is None:
-            return [torch.arange(columns if rank == 0 else 0) for rank in range(self.group.size)]
-        empty = torch.empty(0, dtype=torch.int64)
-        return [torch.cat([empty, *(torch.arange(a, b) for a, b in ranges)]) for ranges in self._cut.pieces]
-
     def _penalized(self, logits: torch.Tensor, seen: Sequence[Sequence[int]]) -> torch.Tensor:
         if self.sampling.repetition_penalty == 1:
             return logits
         mine = self._ids[self.group.rank]
         marks = torch.stack([torch.isin(mine, torch.tensor(list(row))) for row in seen])
         return penalize(logits, marks, self.sampling.repetition_penalty)
-
-    def _gathered(self, logits: torch.Tensor) -> torch.Tensor:
-        """[rows, vocabulary] from every rank's columns."""
-        sizes = [len(ids) for ids in self._ids]
-        side_by_side = all_gather(logits, self.group, LOGITS, 1, sizes)
-        whole = torch.empty_like(side_by_side)
-        whole[:, torch.cat(self._ids)] = side_by_side
-        return whole

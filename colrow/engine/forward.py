@@ -33,9 +33,10 @@ class Forward:
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     @torch.inference_mode()
-    def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, past: Any) -> tuple[torch.Tensor, Any]:
-        """`ids` [rows, new tokens]; `mask` [rows, all tokens] with 0 for left padding, None without padding; `past` None at first."""
-        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, **self._keep}
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, past: Any, every: bool = False) -> tuple[torch.Tensor, Any]:
+        """`ids` [rows, new tokens]; `mask` [rows, all tokens] with 0 for left padding, None without padding; `past` None at first. With
+        `every` the logits of all new tokens come back, [rows, new tokens, columns]."""
+        arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, **({} if every else self._keep)}
         if past is not None:
             arguments[str(self._cache_arg)] = past
         if mask is not None:  # a row's positions count from its first real token
@@ -45,7 +46,7 @@ class Forward:
         with local_logits(self.model):
             out = self.model(**arguments)
         past = next((found for name in _CACHE_NAMES if (found := getattr(out, name, None)) is not None), None)
-        return out.logits[:, -1], past
+        return (out.logits if every else out.logits[:, -1]), past
 
 
 def local_logits(model: Any) -> AbstractContextManager[Any]:

@@ -1,0 +1,139 @@
+"""Batch: many requests at once, which join and leave at every step. All ranks step together; rank 0 alone is asked and answers.
+
+    batch = Batch(engine, cache_tokens=20_000)          # on every rank
+    batch.add(Request(1, ids)); batch.add(...)          # rank 0
+    while batch.step(outputs.extend): ...               # every rank, until rank 0 calls close()
+
+Each sequence has its own cache and goes through the model by itself, so its arithmetic, and with it its greedy tokens, are bit-equal alone
+and in any company. The price is that weights are read once for each sequence of a step, not once a step.
+
+Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm.collectives import broadcast_object
+from ..comm.group import Group
+from ..errors import RankError
+from .engine import Engine, RowText
+from .forward import Forward, vocabulary
+from .mixed import NOT_FINITE, Mixed, Row, logprobs
+from .request import Output, Request, Run, Step, TokenLogprob
+from .scheduler import Chosen, Scheduler
+
+STEP = "engine.step"
+
+
+@dataclass
+class _Held:
+    """What every rank keeps of a running request."""
+
+    request: Request
+    past: Any = None
+    new: int = 0
+
+
+class Batch:
+    """`engine`: a split model with its tokenizer. `options` are the scheduler's (chunk, max_running, clock)."""
+
+    def __init__(self, engine: Engine, cache_tokens: int, **options: Any) -> None:
+        self.group: Group = engine.group
+        self._forward, self._mixed = Forward(engine.model), Mixed(engine.group, vocabulary(engine.model))
+        self._held: dict[int, _Held] = {}
+        self._number, self._closed = 0, False
+
+        def text(request: Request) -> RowText:
+            return RowText(engine.tokenizer, request.stop, frozenset() if request.ignore_eos else engine.eos)
+
+        self.scheduler = Scheduler(cache_tokens, engine.eos, engine.context, text, **options) if self.group.rank == 0 else None
+
+    def add(self, request: Request) -> None:
+        """Rank 0: the request takes part from the next step on, or waits for room."""
+        self._on_rank_0.add(request)
+
+    def abort(self, id: int) -> None:
+        """Rank 0: the request ends with the next step; an output says so."""
+        self._on_rank_0.abort(id)
+
+    def close(self) -> None:
+        """Rank 0: the next step is the last one on every rank, and computes nothing."""
+        self._closed = True
+
+    @property
+    def idle(self) -> bool:
+        """Rank 0: whether a step would have nothing to do."""
+        return self._on_rank_0.idle and not self._closed
+
+    def step(self, tell: Callable[[list[Output]], None] = lambda outputs: None) -> bool:
+        """One step of all ranks; False after `close`. `tell` gets rank 0's outputs."""
+        planned = None
+        if self.group.rank == 0:
+            planned = Step(self._number + 1, last=True) if self._closed else self._on_rank_0.plan()
+        step: Step = broadcast_object(planned, self.group, STEP)
+        if not step.last and step.number != self._number + 1:
+            raise RankError(f"rank {self.group.rank} is at step {self._number + 1} of the batch, rank 0 at step {step.number}")
+        self._number = step.number
+        if step.last:
+            return False
+        for id in step.dropped:
+            self._held.pop(id, None)
+        for request in step.added:
+            self._held[request.id] = _Held(request)
+        chosen = self._run(step.runs)
+        if self.group.rank == 0:
+            tell(self._on_rank_0.advance(step, chosen))
+        return True
+
+    def _run(self, runs: Sequence[Run]) -> list[Chosen]:
+        """Rank 0's choices, one for each run."""
+        rows: list[Row] = []
+        prompts: dict[int, tuple[TokenLogprob, ...] | None] = {}
+        for run in runs:
+            held = self._held[run.id]
+            self.group.counters.phase = "decode" if held.new else "prefill"
+            ids = torch.tensor([run.tokens], device=self.group.device)
+            logits, held.past = self._forward(ids, None, held.past, every=run.every)
+            if run.every:
+                prompts[run.id] = self._prompt_logprobs(run, held.request, logits[0])
+                logits = logits[:, -1]
+            if run.chooses:
+                rows.append(Row(held.request, logits[0], held.new, self._tokens(run.id, held.request)))
+                held.new += 1
+        choices = iter(self._mixed.choose(rows))
+        if self.group.rank != 0:
+            return []
+        out = []
+        for run in runs:
+            choice, prompt = next(choices) if run.chooses else Chosen(), prompts.get(run.id, ())
+            error = NOT_FINITE if prompt is None else choice.error
+            out.append(Chosen(choice.token, choice.logprob, prompt or (), error))
+        return out
+
+    def _prompt_logprobs(self, run: Run, request: Request, logits: torch.Tensor) -> tuple[TokenLogprob, ...] | None:
+        """Of the prompt's tokens that this chunk's scores are about; None where those are not finite. A collective."""
+        whole = self._mixed.whole(logits)
+        if self.group.rank != 0:
+            return ()
+        if not bool(torch.isfinite(whole).any(1).all()) or bool((torch.isnan(whole) | (whole == float("inf"))).any()):
+            return None
+        sequence = self._on_rank_0.running[run.id]
+        ids, at = sequence.request.ids, sequence.cached
+        about = ids[at + 1 : at + 1 + len(run.tokens)]
+        first = (TokenLogprob(ids[0], None),) if at == 0 else ()
+        return first + tuple(logprobs(whole[: len(about)], about, request.prompt_logprobs or 0))
+
+    def _tokens(self, id: int, request: Request) -> Sequence[int]:
+        """All tokens of a sequence so far, where rank 0 needs them."""
+        return self._on_rank_0.running[id].tokens if self.group.rank == 0 and request.needs_logits else ()
+
+    @property
+    def _on_rank_0(self) -> Scheduler:
+        if self.scheduler is None:
+            raise ValueError(f"requests are rank 0's; this is rank {self.group.rank}")
+        return self.scheduler

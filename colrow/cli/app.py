@@ -254,3 +254,37 @@ def export(
     from .train import write_export
 
     write_export(directory, out, max_shard_size)
+
+
+@app.command()
+def serve(
+    model: Model,
+    tp: Tp = None,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key: Annotated[str | None, typer.Option(envvar="COLROW_API_KEY", help="Clients must send it as a bearer token.")] = None,
+    cache: Annotated[str, typer.Option(help="Memory of a rank for KV caches, such as 2GB.", show_default="a share of what is free")] = "",
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
+    max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are refused (429).")] = 2048,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take, waiting included.")] = 600.0,
+    drain: Annotated[float, typer.Option(min=1, help="Seconds in which requests may end after SIGTERM.")] = 30.0,
+    split: Split = None,
+    plan_file: PlanFile = None,
+    dtype: Dtype = "auto",
+    backend: Backend = "auto",
+    gate: Gate = True,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Serve MODEL over HTTP with OpenAI's API, and a page to talk with it at /.
+
+    Example: colrow serve demo --tp 2 --port 8000
+    """
+    started = time.time()
+    shares, given = read_split(split), read_plan(plan_file)
+    ranks = degree(tp, shares, given)
+    from ..serve.messages import Limits
+    from . import serve as command
+
+    limits = Limits(cache_bytes=int(read_bytes(cache)) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain)
+    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
+    raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key))

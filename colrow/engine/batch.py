@@ -46,7 +46,7 @@ class Batch:
         self.group: Group = engine.group
         self._forward, self._mixed = Forward(engine.model), Mixed(engine.group, vocabulary(engine.model))
         self._held: dict[int, _Held] = {}
-        self._number, self._closed = 0, False
+        self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
         def text(request: Request) -> RowText:
             return RowText(engine.tokenizer, request.stop, frozenset() if request.ignore_eos else engine.eos)
@@ -74,11 +74,11 @@ class Batch:
         """One step of all ranks; False after `close`. `tell` gets rank 0's outputs."""
         planned = None
         if self.group.rank == 0:
-            planned = Step(self._number + 1, last=True) if self._closed else self._on_rank_0.plan()
+            planned = Step(self.number + 1, last=True) if self._closed else self._on_rank_0.plan()
         step: Step = broadcast_object(planned, self.group, STEP)
-        if not step.last and step.number != self._number + 1:
-            raise RankError(f"rank {self.group.rank} is at step {self._number + 1} of the batch, rank 0 at step {step.number}")
-        self._number = step.number
+        if not step.last and step.number != self.number + 1:
+            raise RankError(f"rank {self.group.rank} is at step {self.number + 1} of the batch, rank 0 at step {step.number}")
+        self.number = step.number
         if step.last:
             return False
         for id in step.dropped:
@@ -96,6 +96,7 @@ class Batch:
         prompts: dict[int, tuple[TokenLogprob, ...] | None] = {}
         for run in runs:
             held = self._held[run.id]
+            self.decoded += held.new > 0
             self.group.counters.phase = "decode" if held.new else "prefill"
             ids = torch.tensor([run.tokens], device=self.group.device)
             logits, held.past = self._forward(ids, None, held.past, every=run.every)
@@ -105,6 +106,7 @@ class Batch:
             if run.chooses:
                 rows.append(Row(held.request, logits[0], held.new, self._tokens(run.id, held.request)))
                 held.new += 1
+        self.group.counters.phase = "choose"
         choices = iter(self._mixed.choose(rows))
         if self.group.rank != 0:
             return []

@@ -1,0 +1,74 @@
+"""`serve` as the user sees it: the port, the ranks, the server, and what is said about them on standard error."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ..comm import launch
+from ..errors import UserError
+from .job import Opening, Stage
+from .screen import Screen, note
+from .units import nbytes
+
+IMPORTS = ("colrow.cli.serving", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")
+
+
+def serve(ranks: int, backend: str, opening: Opening, limits: Any, host: str, port: int, api_key: str | None) -> int:
+    """Serves until it is told to end; the exit code: 0, or 1 when the ranks were lost. UserError where the port is taken, before anything
+    is started."""
+    if launch.under_torchrun():
+        raise UserError("serve starts its ranks itself", works="colrow serve MODEL --tp 2")
+    server = _server()
+    where = server.listening(host, port)
+    from ..comm.ranks import Ranks
+    from ..serve.messages import Ready
+
+    with Screen() as screen:
+
+        def hear(item: Any) -> None:
+            if isinstance(item, Stage):
+                screen.show(item.name, item.done, item.total)
+            else:
+                screen.clear()
+                note(f"{'gate':12} {str(item).removeprefix('gate: ')}")
+
+        def ready(about: Ready) -> None:
+            screen.clear()
+            for rank, size in enumerate(about.parameters):
+                note(f"{'memory' if rank == 0 else '':12} rank {rank}: {nbytes(size)} parameters (process {about.pids[rank]})")
+            note(f"{'cache':12} {about.cache_tokens} positions; at most {about.context} tokens a request")
+            address = f"[{host}]" if ":" in host else host
+            seconds = time.time() - opening.started
+            note(f"{'ready':12} {opening.files.name} at http://{address}:{where.getsockname()[1]}/ after {seconds:.1f} s")
+
+        def failed(error: BaseException) -> None:
+            screen.clear()
+            note(f"colrow: the engine has failed: {' '.join(str(error).split())}")
+
+        screen.show("start")
+        with Ranks(ranks, backend, IMPORTS) as started:
+            from . import serving
+
+            lost = server.serve(
+                where,
+                lambda at: started.stream(serving.serve, (opening, limits, at)),
+                opening.files.tokenizer,
+                opening.files.name,
+                limits,
+                api_key,
+                hear,
+                ready,
+                failed,
+            )
+            started.close(now=lost is not None)
+    return getattr(lost, "exit_code", 1) if lost is not None else 0
+
+
+def _server() -> Any:
+    """The module, or a UserError where what it needs is not installed."""
+    try:
+        from ..serve import server
+    except ImportError as error:
+        raise UserError("serving needs fastapi and uvicorn", error, "pip install 'colrow[serve]'") from error
+    return server

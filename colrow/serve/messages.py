@@ -1,0 +1,65 @@
+"""What the HTTP side and rank 0 say to each other, and the server's settings. Data only.
+
+To rank 0: a Request, an `Abort`, or `Stop`. From rank 0: `Ready` once, then lists of outputs, and `Stats` now and then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`cache_bytes`: of all caches of one rank together, None for two fifths of the memory that is free on the host after loading, shared
+    by its ranks. `chunk`: prompt tokens a step. `queue`: requests that may wait. `seconds`: how long a request may take, waiting included.
+    `body`: bytes of a request. `drain`: seconds in which running requests may end after SIGTERM."""
+
+    cache_bytes: int | None = None
+    chunk: int = 256
+    running: int = 64
+    queue: int = 2048
+    seconds: float = 600.0
+    body: int = 8 << 20
+    drain: float = 30.0
+
+
+@dataclass(frozen=True)
+class Abort:
+    id: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Nothing comes after it."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where rank 0 finds the HTTP side."""
+
+    address: tuple[str, int]
+    key: bytes
+
+
+@dataclass(frozen=True)
+class Ready:
+    """`context`: the longest sequence, prompt and new tokens, that model and cache allow. `pids` and `parameters` (bytes) by rank."""
+
+    context: int
+    vocab: int
+    cache_tokens: int
+    pids: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Of the engine since it started; `running`, `waiting` and `reserved` (positions of the cache) are of now. `decode_calls`: collectives
+    of rank 0 while it decoded `decode_tokens`."""
+
+    running: int = 0
+    waiting: int = 0
+    reserved: int = 0
+    steps: int = 0
+    decode_tokens: int = 0
+    decode_calls: int = 0

@@ -1,0 +1,125 @@
+"""Worker: what the ranks do in a server. Rank 0 takes requests from the HTTP side, all ranks step, rank 0 yields what comes out."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Client
+from typing import Any
+
+import psutil
+import torch
+
+from ..comm.collectives import gather_objects
+from ..comm.group import Group
+from ..engine.batch import Batch
+from ..engine.engine import Engine
+from ..engine.request import Output, Request
+from .messages import Abort, Limits, Ready, Stats, Stop, Where
+
+SECONDS = 0.5  # between two Stats
+SHARE = 0.4  # of the free memory, for the caches of all ranks of this host
+
+
+def work(group: Group, engine: Engine, limits: Limits, where: Where) -> Iterator[Ready | list[Output] | Stats]:
+    """Runs until `Stop` comes, or the HTTP side is gone. A collective of all ranks."""
+    cache_tokens = _cache_tokens(engine, limits)
+    mine = (os.getpid(), sum(p.numel() * p.element_size() for p in engine.model.parameters()), cache_tokens)
+    pids, parameters, tokens = zip(*gather_objects(mine, group, "serve.ready"), strict=True)
+    batch = Batch(engine, min(tokens), chunk=limits.chunk, max_running=limits.running)
+    inbox = Inbox(where) if group.rank == 0 else None
+    vocab = engine.model.config.get_text_config().vocab_size
+    yield Ready(min(engine.context or min(tokens), min(tokens)), vocab, min(tokens), pids, parameters)
+    told, stats = 0.0, Stats()
+    outputs: list[Output] = []
+    while True:
+        if inbox is not None:
+            for command in inbox.take(wait=batch.idle):
+                _obey(batch, command)
+        if not batch.step(outputs.extend):
+            return
+        if outputs:
+            yield outputs
+            outputs = []
+        if batch.scheduler is not None and (batch.idle or time.monotonic() - told > SECONDS):
+            now = _stats(batch)
+            if now != stats:
+                told, stats = time.monotonic(), now
+                yield stats
+
+
+class Inbox:
+    """Commands from the HTTP side, read by a thread so that a step never waits for a pipe. Rank 0's."""
+
+    def __init__(self, where: Where) -> None:
+        self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        connection = Client(where.address, authkey=where.key)
+
+        def read() -> None:
+            try:
+                while True:
+                    self._commands.put(connection.recv())
+            except (EOFError, OSError):
+                self._commands.put(Stop())
+
+        threading.Thread(target=read, name="inbox", daemon=True).start()
+
+    def take(self, wait: bool) -> list[Any]:
+        """All commands that have come; with `wait` at least one."""
+        found = [self._commands.get()] if wait else []
+        while True:
+            try:
+                found.append(self._commands.get_nowait())
+            except queue.Empty:
+                return found
+
+
+def _obey(batch: Batch, command: Request | Abort | Stop) -> None:
+    if isinstance(command, Request):
+        batch.add(command)
+    elif isinstance(command, Abort):
+        batch.abort(command.id)
+    else:
+        batch.close()
+
+
+def _cache_tokens(engine: Engine, limits: Limits) -> int:
+    """Positions that this rank's caches may hold together: measured on a cache that the model itself makes, so it holds for every kind."""
+    budget = limits.cache_bytes or int(psutil.virtual_memory().available * SHARE / engine.group.size)
+    return max(budget // bytes_per_token(engine), 1)
+
+
+def bytes_per_token(engine: Engine) -> int:
+    """Bytes of this rank's cache for one position of one sequence. A collective (the model runs)."""
+    from ..engine.forward import Forward
+
+    phase, engine.group.counters.phase = engine.group.counters.phase, "start"
+    _, past = Forward(engine.model)(torch.zeros(1, 1, dtype=torch.int64, device=engine.group.device), None, None)
+    engine.group.counters.phase = phase
+    seen: set[int] = set()
+    return max(_nbytes(past, seen), 1)
+
+
+def _nbytes(value: Any, seen: set[int], depth: int = 0) -> int:
+    """Bytes of all tensors that hang on a cache, whatever its class."""
+    if id(value) in seen or depth > 4:
+        return 0
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, list | tuple):
+        return sum(_nbytes(part, seen, depth + 1) for part in value)
+    if isinstance(value, dict) or hasattr(value, "__dict__"):
+        parts = value.values() if isinstance(value, dict) else vars(value).values()
+        return sum(_nbytes(part, seen, depth + 1) for part in parts)
+    return 0
+
+
+def _stats(batch: Batch) -> Stats:
+    scheduler = batch.scheduler
+    assert scheduler is not None
+    calls = batch.group.counters.total(phase="decode").calls
+    return Stats(len(scheduler.running), len(scheduler.waiting), scheduler.reserved, batch.number, batch.decoded, calls)

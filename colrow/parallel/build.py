@@ -24,7 +24,7 @@ from ..partition import Partition
 from ..planning.graph import is_table
 from ..planning.plan import Edit, Plan, Region
 from ..planning.trace import model_class
-from . import attention, borders, embedding, generate, gradients, guards, head, linear, load, random, save
+from . import attention, borders, embedding, generate, gradients, guards, head, linear, load, once, random, save
 from .check import check, reduces
 from .state import State
 
@@ -59,6 +59,7 @@ def split(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
     for region in plan.regions:
         if region not in reduced:
             borders.install(model, state, region)
+    once.install(model, plan, group)
     state.sums = gradients.install(model, plan, group)
     borders.forget_copies(model, state)
     for part in (head, generate, save, guards, random):

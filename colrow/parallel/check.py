@@ -70,6 +70,8 @@ def _check_tensor(model: nn.Module, plan: Plan, entry: TensorPlan) -> None:
         raise UserError(f"the partition of {entry.name} does not cover it", f"{cut.size} indices of dim {cut.dim}", f"the shape is {found}")
     if entry.grad == "partial" and cut.dim is not None:
         raise UserError(f"{entry.name} is cut, its gradient cannot be a part for all ranks", entry.grad, 'grad "whole"')
+    if entry.once and (entry.grad != "partial" or entry.aliases):
+        raise UserError(f"{entry.name} counts on one rank, so its gradient is a part", entry.grad, 'grad "partial", and no other name')
     for name in (entry.name, *entry.aliases):
         module, _, key = name.rpartition(".")
         _check_cut(plan, model.get_submodule(module), module, key, entry)
@@ -101,6 +103,8 @@ def _check_cut(plan: Plan, module: nn.Module, name: str, key: str, entry: Tensor
             raise UserError(f"features of {name} lie on two ranks", cut.pieces, "each index on one rank")
     elif entry.role == "row" and not cut.shared() and any(r.op == "reduce" and _holds(r.module, name) for r in plan.regions):
         return  # its partial sums are added at its module's output, or at that of one around it
+    elif entry.role == "column" and len(entry.shape) > 2 and not kind.__module__.startswith("torch."):
+        return  # matrices of experts, with which the model's own code multiplies
     else:
         raise UserError(f"colrow cannot cut {name}.{key} of a {kind.__name__} as '{entry.role}'", cut.pieces, "leave it whole in the plan")
 

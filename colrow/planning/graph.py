@@ -199,6 +199,10 @@ class Graph:
         """The module is an ordinary linear layer, whose bias the applier adds after the reduction."""
         return self.trace.modules.get(module) in PRODUCTS
 
+    def is_bare(self, module: str) -> bool:
+        """The module is a class of the model's own, which works on its parameters with torch functions (experts)."""
+        return not self.trace.modules[module].__module__.startswith("torch.")
+
     def is_table(self, module: str) -> bool:
         """The module looks up in its table through nn.Embedding, whatever it does before and after."""
         return is_table(self.trace.modules.get(module, object))

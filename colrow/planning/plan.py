@@ -48,6 +48,9 @@ class TensorPlan:
     aliases: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     """The ops the cut axis passes through, from where it is made to where it is summed away: `module: op`."""
+    once: bool = False
+    """It is added to partial sums (a bias inside experts), so the first rank alone uses it, and the others use zeros: what every rank adds
+    counts once per rank. Its gradient is `partial`."""
 
 
 @dataclass(frozen=True)

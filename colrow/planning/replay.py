@@ -110,7 +110,10 @@ def _run_ranks(
     for name, i in t.parameters.items():
         partition, shape = plan.tensor(name).partition, t.values[i].shape
         boxes = tuple(cut(shape, partition, r) for r in range(plan.ranks))
-        values[i] = Spread(shape, tuple(parameters[name]), boxes)
+        data = parameters[name]
+        if plan.tensor(name).once:
+            data = [p if r == 0 else p * 0 for r, p in enumerate(data)]
+        values[i] = Spread(shape, tuple(data), boxes, plan.tensor(name).once)
     borders = Borders(t, plan)
     views = {o for op in t.ops if op.name in MOVES for o in op.outputs}
     for op in t.ops:

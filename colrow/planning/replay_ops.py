@@ -54,6 +54,8 @@ def run(op: Op, inputs: Inputs, where: str) -> list[Spread]:
         return [CONTRACT[op.name](op, inputs, where)]
     if op.name == "embedding":
         return [_embedding(op, inputs, where)]
+    if op.name == "index":
+        return [_index(op, inputs, where)]
     if op.name == "sum":
         return [_sum(op, inputs, where)]
     if op.name in MIXES:
@@ -310,3 +312,27 @@ def _embedding(op: Op, inputs: Inputs, where: str) -> Spread:
         data.append(torch.where((ids.data[rank] == padding).unsqueeze(-1), out.detach(), out))  # the padding row gets no gradient
         boxes.append((*full(ids.shape), columns))
     return _partial(Spread((*ids.shape, weight.shape[1]), tuple(data), tuple(boxes)), partial, where)
+
+
+def _index(op: Op, inputs: Inputs, where: str) -> Spread:
+    """x[i] with whole index tensors: the indexed dims must be whole, the others hold what they held. Picks of summands are summands."""
+    x, indices = inputs[op.args[0].id], list(op.args[1])
+    picked = [d for d, i in enumerate(indices) if isinstance(i, Ref)]
+    for d in picked:
+        index = inputs[indices[d].id]
+        if not index.is_whole or not x.is_full(d) or (index.data[0].dtype == torch.bool and not x.is_full_box):
+            raise ReplayError(f"{where} picks along dim {d} of which the ranks hold slices ({x.state()})")
+    (out,) = _per_rank(op, inputs)
+    dims = len(x.shape)
+    if x.is_full_box:
+        return Spread(out.shape, out.data, out.held, x.partial)
+    if picked != list(range(picked[0], picked[-1] + 1)):
+        raise ReplayError(f"{where} picks along dims {picked} of {x.state()}")
+    spliced = len(out.shape) - (dims - len(picked))  # dims of the index tensors together
+    shape, boxes = list(out.shape), [list(h) for h in out.held]
+    for d in set(range(dims)) - set(picked):
+        at = d if d < picked[0] else d - len(picked) + spliced
+        shape[at] = x.shape[d]
+        for rank in range(x.ranks):
+            boxes[rank][at] = x.held[rank][d]
+    return Spread(tuple(shape), out.data, tuple(tuple(b) for b in boxes), x.partial)

@@ -29,14 +29,14 @@ class Capabilities:
     The deriver may know more than the applier does: an axis that needs something absent here stays whole, and a note says so.
     """
 
-    experts: bool = False  # parameters with three or more dims
+    experts: bool = False  # parameters with three or more dims, one matrix per expert; and biases of experts, which count on one rank
     own_layers: bool = False  # matrices of modules that are not exactly nn.Linear, Conv1D or nn.Embedding
     mean_square: bool = False  # statistics of a norm over a cut axis
     constants: bool = False  # tensors made by the model's code with one entry per cut index
     reduce_anywhere: bool = False  # reductions at modules that own no cut parameter
 
 
-APPLIER = Capabilities(own_layers=True)
+APPLIER = Capabilities(experts=True, own_layers=True, reduce_anywhere=True)
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,15 @@ class Problem:
 @dataclass
 class Flow:
     """The state of values for one choice. `partial`: sums still to be added. `reduced`: the borders where they are. `gathered`: outputs of
-    the model that every rank has a slice of. `sources`: ops that leave partial sums, with the cut leaves they sum over."""
+    the model that every rank has a slice of. `sources`: ops that leave partial sums, with the cut leaves they sum over. `once`: parameters
+    that are added to partial sums as they are, and therefore used by one rank only."""
 
     chosen: frozenset[Node]
     partial: set[int] = field(default_factory=set)
     reduced: dict[int, Border] = field(default_factory=dict)
     gathered: list[Border] = field(default_factory=list)
     sources: dict[int, frozenset[Node]] = field(default_factory=dict)
+    once: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
 
     def is_partial(self, value: int) -> bool:
@@ -112,7 +114,7 @@ class _Walk:
             where, _, last = name.rpartition(".")
             dims = len(self.graph.trace.values[self.graph.trace.parameters[name]].shape)
             known = self.graph.is_product(where) or self.graph.is_table(where)
-            if dims > 2 and not self.can.experts:
+            if dims > 2 and not (self.can.experts and self.graph.is_bare(where)):
                 text = "has three or more dims, which cannot be cut yet"
             elif dims == 2 and not known and not self.can.own_layers:
                 text = f"belongs to a {self.graph.trace.modules[where].__name__}, which cannot be cut yet"
@@ -173,9 +175,6 @@ class _Walk:
             if value.constant and not plain and not self.can.constants:
                 self.problem(op, "takes a constant of the model's code with one entry per index of it")
                 return True
-            if value.kind == "parameter" and op.attention is not None:
-                self.problem(op, f"uses {graph.parameter_of[v]} inside the attention function")
-                return True
         return False
 
     def _may_sum(self, op: Op, summed: frozenset[Node]) -> bool:
@@ -207,12 +206,32 @@ class _Walk:
                 return not others
             case "add":
                 bias = all(v in graph.parameter_of for v in others) and graph.is_product(graph.trace.module_of(op))
-                return not others or bias
+                return not others or bias or (self.can.experts and all(self._count_once(v, op) for v in others))
             case "mul":
                 return len(held) == 1 and len(op.inputs()) == 2 and op.inputs()[0] != op.inputs()[1]
             case "div" | "index" | "sum":
                 return held == inputs[:1]
         return False
+
+    def _count_once(self, value: int, op: Op) -> bool:
+        """A parameter of the adding module, or rows of it, used for nothing else than this sum (the biases of experts): it becomes a
+        partial value itself, all of it on one rank and zeros on the others."""
+        graph, at = self.graph, value
+        while at not in graph.parameter_of:
+            made = graph.producer[at]
+            if made is None or len(graph.consumers[at]) != 1 or graph.axes.effects[made].kind not in ("index", "linear"):
+                return False
+            at = graph.op(made).inputs()[0]
+        name, module = graph.parameter_of[at], graph.trace.module_of(op)
+        if name.rpartition(".")[0] != module or not graph.is_bare(module) or graph.leaves[at] & self.flow.chosen:
+            return False
+        if len(graph.consumers[at]) != 1 or graph.trace.aliases[name]:
+            return False
+        self.flow.once.add(name)
+        self.flow.partial.add(at)
+        for consumer in graph.consumers[at]:
+            self.push(consumer)
+        return True
 
     def _reduce_all(self, values: list[int], op: Op) -> None:
         for v in values:
@@ -238,7 +257,8 @@ class _Walk:
         seen[value] = None
         graph = self.graph
         made = graph.producer[value]
-        assert made is not None
+        if made is None:  # a parameter that counts once: no border lies before it
+            return None
         options: list[frozenset[Border]] = []
         if made not in self.flow.sources:
             parts = [self._cut(v, seen) for v in graph.inputs[made] if self.flow.is_partial(v)]
@@ -259,9 +279,25 @@ class _Walk:
             if any(self.graph.inside(c, call) for c in self.graph.consumers[value]):
                 continue  # the module itself uses the value before it leaves
             cut = (self.graph.leaves[self.graph.trace.parameters[p]] & self.flow.chosen for p in self.graph.owned[call.module])
-            if self.can.reduce_anywhere or any(cut):
+            if any(cut) or (self.can.reduce_anywhere and not self._has_bias(value)):
                 return border
         return None
+
+    def _has_bias(self, value: int) -> bool:
+        """On the way to this partial value a linear layer adds its bias, which it can only do after the sum at its own output."""
+        graph, made = self.graph, self.graph.producer[value]
+        if made is None:
+            return False
+        op = graph.op(made)
+        if graph.is_product(graph.trace.module_of(op)) and any(v in graph.parameter_of for v in self._addends(op)):
+            return True
+        return made not in self.flow.sources and any(self._has_bias(v) for v in graph.inputs[made] if self.flow.is_partial(v))
+
+    def _addends(self, op: Op) -> list[int]:
+        """Inputs of an op that are added, not multiplied."""
+        if self.graph.axes.effects[op.index].kind == "add":
+            return op.inputs()
+        return op.inputs()[:1] if op.name.startswith(("addmm", "baddbmm")) else []
 
     def _source(self, value: int) -> str:
         while (made := self.graph.producer[value]) is not None and made not in self.flow.sources:

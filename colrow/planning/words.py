@@ -69,10 +69,10 @@ class _Words:
         shape, aliases = self.trace.values[at].shape, self.trace.aliases[name]
         found = next((self.accepted[leaf] for leaf in self.graph.leaves[at] if leaf in self.accepted), None)
         if found is None:
-            partial = name in self.choice.gradients.parameters
-            return TensorPlan(
-                name, shape, whole(self.ranks), "whole", self.why_whole(name, partial), "partial" if partial else "whole", aliases
-            )
+            once = name in self.choice.flow.once
+            partial = once or name in self.choice.gradients.parameters
+            why = self.why_whole(name, partial) if not once else "whole: added to partial sums, so one rank uses it and the others zeros"
+            return TensorPlan(name, shape, whole(self.ranks), "whole", why, "partial" if partial else "whole", aliases, once=once)
         partition = self.choice.cuts.partition(self.graph.axes.dims[at])
         role = self.role(name, at, partition)
         return TensorPlan(name, shape, partition, role, self.why_cut(name, role, found), aliases=aliases, path=self.path(found))
@@ -86,15 +86,18 @@ class _Words:
         if any(self.graph.axes.effects[i].kind == "contract" and self.graph.con[i] & cut for i in users):
             return "row"
         module = name.rpartition(".")[0]
+        if len(self.trace.values[at].shape) > 2 and any(self.graph.axes.effects[i].kind == "contract" for i in users):
+            return "column"  # of experts
         if self.graph.is_product(module) or self.graph.is_table(module):
             return "column"
         return "split"
 
     def _users(self, at: int) -> list[int]:
-        """Ops that read a parameter, views of it followed."""
+        """Ops that read a parameter, views of it followed, and picks of its rows (of experts)."""
         out: list[int] = []
         for i in self.graph.consumers[at]:
-            if self.graph.axes.effects[i].kind == "linear":
+            effect = self.graph.axes.effects[i]
+            if effect.kind == "linear" or (effect.kind == "index" and not self.graph.con[i] & self.choice.flow.chosen):
                 out.extend(u for o in self.graph.op(i).outputs for u in self._users(o))
             else:
                 out.append(i)

@@ -12,7 +12,7 @@ from ..api import the_dtype
 from ..engine import exchange
 from ..engine.settings import Sampling
 from ..errors import UserError
-from ..planning import cost, price, verdict
+from ..planning import cost, memory, price, verdict
 from ..planning.links import Machine
 from ..planning.plan import Plan
 from ..planning.study import Question, Study
@@ -23,6 +23,7 @@ from .screen import note, say
 from .units import nbytes
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig
 
 
@@ -45,7 +46,7 @@ def explain(plan: Plan, name: str, tokens: int, dtype_bytes: int) -> None:
 def show(name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: Machine, asked: Asked, html_file: Path | None) -> None:
     size = the_dtype(dtype, config).itemsize
     question = Question(asked.batch, asked.seq, asked.train, size, asked.memory)
-    study = Study.of(config, plan, machine, question, sampling(config))
+    study = Study.of(config, plan, machine, question, sampling(config), lambda p: _kept(config, p, asked, the_dtype(dtype, config)))
     say(f"{plan}\n")
     for line in (*memory_lines(study), "", *traffic_lines(study), *time_lines(study), "", *verdict_lines(study)):
         say(line)
@@ -61,6 +62,13 @@ def _write(path: Path, text: str, works: str) -> None:
     except OSError as error:
         raise UserError("the plan cannot be written", f"{path}: {error.strerror}", works) from error
     note(f"written: {path}")
+
+
+def _kept(config: PreTrainedConfig, plan: Plan, asked: Asked, dtype: torch.dtype) -> list[int]:
+    """Activations of a training step; imported late, since only --train needs it."""
+    from ..parallel.saved import activations
+
+    return activations(config, plan, asked.batch, asked.seq, dtype)
 
 
 def sampling(config: PreTrainedConfig) -> Sampler:
@@ -87,8 +95,15 @@ def memory_lines(study: Study) -> list[str]:
     lines += [f"  rank{'s' * (len(ranks) > 1)} {runs(ranks)}: {text}" for text, ranks in each.items()]
     if row.training:
         held = max(row.training, key=lambda m: m.total)
-        parts = f"gradients {nbytes(held.gradients)}, AdamW {nbytes(held.optimizer)}, activations {nbytes(held.activations)} by formula"
+        parts = f"gradients {nbytes(held.gradients)}, AdamW {nbytes(held.optimizer)}, activations {nbytes(held.activations)}"
         lines.append(f"  training: {nbytes(held.total)} a rank: {parts}")
+        sizes = [getattr(study.config, key, 0) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
+        if all(sizes):
+            layers, hidden, heads = sizes
+            at = (q.context, q.batch, hidden, heads, row.ranks)
+            plain, parallel = (layers * memory.activations_of_layer(*at, sp, "selective") for sp in (False, True))
+            words = f"{nbytes(plain)}, with sequence parallelism {nbytes(parallel)}"
+            lines.append(f"  activations of a GPT of this size by Korthikanti's formulas, scores not kept: {words}")
     return lines
 
 

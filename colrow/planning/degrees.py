@@ -34,13 +34,13 @@ def plans(config: PreTrainedConfig, exact: Plan, degrees: Sequence[int]) -> dict
     return dict(sorted(found.items()))
 
 
-def shortened(config: PreTrainedConfig) -> PreTrainedConfig | None:
-    """The same model with SHORT layers; None where that is no valid config."""
+def shortened(config: PreTrainedConfig, layers: int = SHORT) -> PreTrainedConfig | None:
+    """The same model with fewer layers; None where that is no valid config."""
     small = copy.deepcopy(config)
     try:
-        small.num_hidden_layers = SHORT
+        small.num_hidden_layers = layers
         if getattr(small, "layer_types", None):
-            small.layer_types = small.layer_types[:SHORT]
+            small.layer_types = small.layer_types[:layers]
     except (AttributeError, TypeError, ValueError):
         return None
     return small

@@ -10,7 +10,7 @@ Not here: what a plan makes of them (timing.py).
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -104,8 +104,11 @@ class Machine:
     link: Link
 
     def joins(self, ranks: int) -> Link:
-        """The link that `ranks` ranks meet at: beyond its domain, InfiniBand."""
-        return self.link if not self.link.domain or ranks <= self.link.domain else LINKS[BEYOND]
+        """The link that `ranks` ranks meet at: beyond its domain InfiniBand, which is never quicker than what leads to it."""
+        if not self.link.domain or ranks <= self.link.domain:
+            return self.link
+        beyond = LINKS[BEYOND]
+        return replace(beyond, bandwidth=min(beyond.bandwidth, self.link.bandwidth))
 
 
 def link(name: str) -> Link:

@@ -26,6 +26,10 @@ Sampling = Callable[[int, int], list[cost.Predicted]]
 """sampling(rows, ranks): the collectives by which ranks agree on the next tokens (the engine knows them)."""
 
 
+Activations = Callable[[Plan], list[int]]
+"""activations(plan): bytes that autograd keeps on each rank for a training step (parallel/saved.py measures them)."""
+
+
 @dataclass(frozen=True)
 class Question:
     """batch sequences of `context` tokens; `train`: also a training step; `dtype_bytes` of parameters and cache."""
@@ -89,13 +93,14 @@ class Study:
         machine: Machine,
         question: Question,
         sampling: Sampling = lambda rows, ranks: [],
+        activations: Activations = lambda plan: [0] * plan.ranks,
         others: Sequence[int] = DEGREES,
     ) -> Study:
         """Plans the other degrees, counts, and predicts. Seconds for a large model, most of them for the trace."""
         plans = degrees.plans(config, plan, others)
         model = timing.Model.of(trace(degrees.shortened(config) or config))
         model = _scaled(model, config)
-        rows = {n: _row(p, model, machine, question, sampling) for n, p in plans.items()}
+        rows = {n: _row(p, model, machine, question, sampling, activations) for n, p in plans.items()}
         return Study(config, plan.ranks, machine, question, model, rows)
 
 
@@ -109,7 +114,7 @@ def _scaled(model: timing.Model, config: PreTrainedConfig) -> timing.Model:
     return replace(model, heads=(*model.heads, *more), queries=model.queries // degrees.SHORT * layers)
 
 
-def _row(plan: Plan, model: timing.Model, machine: Machine, q: Question, sampling: Sampling) -> Row:
+def _row(plan: Plan, model: timing.Model, machine: Machine, q: Question, sampling: Sampling, activations: Activations) -> Row:
     n, size = plan.ranks, q.dtype_bytes
     held = tuple(memory.serving(plan, model.heads, q.batch, q.context, size))
 
@@ -127,13 +132,5 @@ def _row(plan: Plan, model: timing.Model, machine: Machine, q: Question, samplin
         tuple(decode(b) for b in BATCHES),
         traffic,
         timing.train(plan, model, machine, q.batch, q.context, size) if q.train else None,
-        tuple(memory.training(plan, size, activations=_activations(plan, model, q))) if q.train else (),
+        tuple(memory.training(plan, size, activations=activations(plan))) if q.train else (),
     )
-
-
-def _activations(plan: Plan, model: timing.Model, q: Question) -> list[int]:
-    """Of a training step, by the formula of Korthikanti et al. without dropout's masks and with the scores not kept (fused attention)."""
-    hidden = min((min(t.shape) for t in plan.tensors.values() if len(t.shape) == 2), default=0)
-    rows = q.batch * q.context
-    layers = max(1, len(model.heads))
-    return [round(rows * hidden * layers * (10 + 24 / plan.ranks))] * plan.ranks

@@ -63,7 +63,7 @@ def _speed(study: Study) -> Iterator[Say]:
         here: Time = getattr(study.row, pick)
         alone: Time = getattr(study.rows[1], pick) if 1 in study.rows else here
         gain = here.tokens_per_second / alone.tokens_per_second
-        first = study.rows[1].fits(study.size) if 1 in study.rows else True
+        first = all(m.fits(study.size) for m in study.rows[1].memory) if 1 in study.rows else True
         than = "one device" if first else "one device, were it large enough"
         text = f"tp={study.ranks} gives {rate(here)}, {gain:.2g} times {than} ({rate(alone)}); {reason(here)}."
         if gain < 1:
@@ -102,8 +102,8 @@ def _limits(study: Study) -> Iterator[Say]:
     yield Say(
         "link",
         f"A decoded step makes {sent.calls} all-reduces in the blocks, {sent.logical_bytes:,} bytes; a ring sends {sent.sent:,} bytes "
-        f"from each rank, {share:.2g} % of what {link.words} can carry. Of the collectives' time {limit} limits: {1e3 * t.latency:.3g} ms against "
-        f"{1e3 * t.moving:.3g} ms.",
+        f"from each rank, {share:.2g} % of what {link.words} can carry. Of the collectives' time {limit} limits: {1e3 * t.latency:.3g} ms "
+        f"against {1e3 * t.moving:.3g} ms.",
     )
     crossing = next((b for b, time in zip(BATCHES, row.by_batch, strict=True) if time.moving > time.latency), None)
     if crossing:
@@ -159,7 +159,15 @@ def _ways_out(study: Study) -> Iterator[Say]:
             f"Over {hop.words} collectives take longer than the work between them. {n} pipeline stages would pass {n - 1} small messages a "
             f"token: {study.question.batch / stage:,.3g} tokens/s for one answer, and all stages busy with {n} of them.",
         )
-    if smallest is None or smallest > 1:
+    if study.question.train:
+        moved = cost.total(cost.fully_sharded(row.plan, study.question.dtype_bytes)).sent
+        step = cost.total(p for phase in cost.STEP for p in cost.predict(row.plan, *_at(study), phase, study.question.dtype_bytes)).sent
+        yield Say(
+            "instead",
+            f"FSDP over {n} devices holds the same share of parameters and optimizer; with rings each rank sends {gigabytes(moved)} a step "
+            f"whatever the batch, this split {gigabytes(step)} for {study.question.batch} x {study.question.context:,} tokens.",
+        )
+    elif smallest is None or smallest > 1:
         whole = study.rows[1].memory[0]
         for bits, share in ((8, 0.53), (4, 0.28)):
             if whole.total - whole.parameters * (1 - share) <= study.size * 0.9:
@@ -169,6 +177,10 @@ def _ways_out(study: Study) -> Iterator[Say]:
             "instead",
             "Offload to host memory reads the rest of the weights over PCIe for every token: slower by the ratio of the bandwidths.",
         )
+
+
+def _at(study: Study) -> tuple[int, int]:
+    return study.question.batch, study.question.context
 
 
 def _shape(study: Study) -> Iterator[Say]:

@@ -1,0 +1,128 @@
+"""What autograd keeps on a rank: measured on the real split model, run on meta tensors with a transport that moves nothing.
+
+    saved_bytes(config, plan, rank=0, batch=1, seq=4096, dtype=torch.bfloat16)
+
+No weights and no other ranks are needed: collectives give tensors of the right shape, which is all that counts here. Each memory is counted
+once, however many ops keep it; parameters are not counted, nor are buffers. Not here: the formulas beside it (planning/memory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental import _config as fx_config
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
+
+from ..comm.group import Call, Group, Transport
+from ..planning import degrees
+from ..planning.derive import derive
+from ..planning.plan import Plan
+from . import build
+from .head import sharded_logits
+
+
+class Dry:
+    """The transport of a rank without others: every result has its shape and no content."""
+
+    kind = "dry"
+    waited = 0.0
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> int:
+        return 0
+
+    def all_gather(self, x: torch.Tensor, out: list[torch.Tensor], call: Call) -> int:
+        return 0
+
+    def reduce_scatter(self, parts: list[torch.Tensor], out: torch.Tensor, call: Call) -> int:
+        return 0
+
+    def broadcast(self, x: torch.Tensor, source: int, call: Call) -> int:
+        return 0
+
+    def gather_objects(self, value: Any, call: Call) -> list[Any]:
+        raise NotImplementedError("a dry run has no other ranks to ask")
+
+    def sub(self, ranks: Sequence[int]) -> Transport | None:
+        return Dry(tuple(ranks).index(self.rank)) if self.rank in ranks else None
+
+    def close(self) -> None:
+        pass
+
+
+class _Fused(torch.autograd.Function):
+    """What a fused attention kernel keeps: q, k, v, its output and a float32 number for each query and head. No scores."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError("a dry run goes forward only")
+
+
+class _FusedAttention(TorchFunctionMode):
+    """On meta torch would follow its plain attention, which keeps every score; devices run a fused kernel."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _Fused.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _PlainCase(TorchDispatchMode):
+    """Answers what a model asks about contents ("is the mask all ones?", "are positions consecutive?"): yes, the plain case."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
+            return True if args[0].dtype is torch.bool else 0
+        return func(*args, **(kwargs or {}))
+
+
+def saved_bytes(config: PreTrainedConfig, plan: Plan, rank: int, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Bytes that the forward pass of a training step leaves for the backward pass on `rank`: (batch, seq) tokens, labels, loss included."""
+    model = build.empty(config, dtype)
+    if plan.ranks > 1:
+        build.split(model, plan, Group(rank, plan.ranks, Dry(rank), torch.device("meta"), tuple(range(plan.ranks))))
+    model.train()
+    held = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}  # the storages live on here, so that no address is used twice
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in held:
+            kept[storage._cdata] = storage
+        return x
+
+    ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
+    all_true = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]  # labels of which none is ignored
+    with all_true, _PlainCase(), _FusedAttention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        if plan.ranks > 1:
+            with sharded_logits(model):
+                model(ids, labels=ids, use_cache=False)
+        else:
+            model(ids, labels=ids, use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def activations(config: PreTrainedConfig, plan: Plan, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16) -> list[int]:
+    """`saved_bytes` of rank 0, which holds most, for every rank; of a model with many equal layers from runs of two and of three."""
+    layers = int(getattr(config, "num_hidden_layers", 0) or 0)
+    small, larger = (degrees.shortened(config, n) for n in (degrees.SHORT, degrees.SHORT + 1))
+    if layers <= degrees.SHORT + 1 or small is None or larger is None:
+        return [saved_bytes(config, plan, 0, batch, seq, dtype)] * plan.ranks
+    short = derive(small, plan.ranks, plan.weights or None)
+    if not degrees.same(degrees.stretch(short, layers), plan):
+        return [saved_bytes(config, plan, 0, batch, seq, dtype)] * plan.ranks
+    two = saved_bytes(small, short, 0, batch, seq, dtype)
+    three = saved_bytes(larger, degrees.stretch(short, degrees.SHORT + 1), 0, batch, seq, dtype)
+    return [two + (layers - degrees.SHORT) * (three - two)] * plan.ranks

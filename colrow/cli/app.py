@@ -288,3 +288,22 @@ def serve(
     limits = Limits(cache_bytes=int(read_bytes(cache)) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain)
     opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
     raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key))
+
+
+@app.command()
+def bench(
+    calibrate: Annotated[Path | None, typer.Option(help="Write a preset for --device and --link of colrow plan.")] = None,
+    tp: Tp = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    backend: Backend = "auto",
+    seconds: Annotated[float, typer.Option(min=0.05, help="For each of the measurements.")] = 1.0,
+) -> None:
+    """Measure how fast the ranks of this machine read, multiply, start an op and exchange bytes.
+
+    Example: colrow bench --tp 2 --calibrate machine.json
+    """
+    ranks = degree(tp, (), None)
+    check_dtype(dtype)
+    from .bench import show as measured
+
+    measured(ranks, backend, dtype, seconds, calibrate)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from ..partition import Partition
 from .plan import Plan, Region
-from .wire import Algorithm, moved
+from .wire import SHM_SLOT, Algorithm, moved
 
 Phase = Literal["prefill", "decode", "train_forward", "train_backward"]
 """prefill: a forward pass over all tokens. decode: over one. Both return whole logits. train_forward: with the loss, the logits stay
@@ -40,11 +40,12 @@ class Predicted:
     parts: tuple[int, ...] = ()  # bytes of each rank's part of a gather or scatter, where they are not as equal as can be
     unit: int = 1  # bytes of an element
 
-    def moved_bytes(self, algorithm: Algorithm = "ring", rank: int | None = None) -> int:
-        """Bytes that the `rank`th of `ranks` sends, or moves (wire.py says which); of the rank that moves most where it is left out."""
+    def moved_bytes(self, algorithm: Algorithm = "ring", rank: int | None = None, limit: int = SHM_SLOT) -> int:
+        """Bytes that the `rank`th of `ranks` sends, or moves (wire.py says which); of the rank that moves most where it is left out.
+        `limit`: largest all-reduce that shared memory does in one step."""
         n = len(self.ranks)
         each = [
-            self.calls * moved(algorithm, self.op, self.logical_bytes // self.calls, r, n, self.parts, self.unit)
+            self.calls * moved(algorithm, self.op, self.logical_bytes // self.calls, r, n, self.parts, self.unit, limit)
             for r in (range(n) if rank is None else (rank,))
         ]
         return max(each)

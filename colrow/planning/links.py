@@ -51,6 +51,7 @@ class Device:
     source: str
     shared: bool = False
     efficiency: tuple[float, float] = (0.75, 0.5)
+    per_op: float = 0.0  # seconds to start one op; 0 where they are started ahead or recorded
 
 
 def _nvlink(name: str, words: str, gigabytes: float, source: str, domain: int = 8) -> Link:

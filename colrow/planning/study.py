@@ -98,20 +98,22 @@ class Study:
     ) -> Study:
         """Plans the other degrees, counts, and predicts. Seconds for a large model, most of them for the trace."""
         plans = degrees.plans(config, plan, others)
-        model = timing.Model.of(trace(degrees.shortened(config) or config))
-        model = _scaled(model, config)
+        found = trace(degrees.shortened(config) or config)
+        per_layer = sum(f".{degrees.SHORT - 1}." in f".{found.module_of(op)}." for op in found.ops)
+        model = _scaled(timing.Model.of(found), config, per_layer)
         rows = {n: _row(p, model, machine, question, sampling, activations) for n, p in plans.items()}
         return Study(config, plan.ranks, machine, question, model, rows)
 
 
-def _scaled(model: timing.Model, config: PreTrainedConfig) -> timing.Model:
+def _scaled(model: timing.Model, config: PreTrainedConfig, ops: int) -> timing.Model:
     """The model of two layers with the heads of all layers: layer number 1 again and again."""
     layers = int(getattr(config, "num_hidden_layers", 0) or 0)
     if layers <= degrees.SHORT or len(model.heads) != degrees.SHORT:
         return model
     last = model.heads[-1]
     more = [replace(last, module=last.module.replace(f".{degrees.SHORT - 1}.", f".{n}.")) for n in range(degrees.SHORT, layers)]
-    return replace(model, heads=(*model.heads, *more), queries=model.queries // degrees.SHORT * layers)
+    queries, ops = model.queries // degrees.SHORT * layers, model.ops + ops * (layers - degrees.SHORT)
+    return replace(model, heads=(*model.heads, *more), queries=queries, ops=ops)
 
 
 def _row(plan: Plan, model: timing.Model, machine: Machine, q: Question, sampling: Sampling, activations: Activations) -> Row:

@@ -8,7 +8,7 @@ Efficiencies come with the device (links.py). Not here: what follows from it (ve
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -26,6 +26,7 @@ class Model:
     queries: int  # query heads of all layers times their width
     lookups: frozenset[str]
     active_experts: int  # 0: no experts
+    ops: int = 0  # that a forward pass starts
 
     @staticmethod
     def of(trace: Trace) -> Model:
@@ -34,7 +35,10 @@ class Model:
         lookups = frozenset(name for name, i in trace.parameters.items() if i in tables and i not in products)
         width = {call.module: prod(trace.values[call.q].shape[1::2]) for call in trace.attention}
         experts = next((n for key in ("num_experts_per_tok", "moe_top_k", "top_k_experts") if (n := getattr(trace.config, key, 0))), 0)
-        return Model(memory.heads(trace), sum(width.values()), lookups, int(experts))
+        return Model(memory.heads(trace), sum(width.values()), lookups, int(experts), len(trace.ops))
+
+
+Rules = Literal["reading", "computing", "latency", "moving", "starting"]
 
 
 @dataclass(frozen=True)
@@ -47,23 +51,25 @@ class Time:
     computing: float
     latency: float
     moving: float
+    starting: float = 0.0  # of ops, where a processor starts them one by one
 
     @property
     def total(self) -> float:
-        return max(self.reading, self.computing) + self.latency + self.moving
+        return max(self.reading, self.computing) + self.latency + self.moving + self.starting
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.total
 
     @property
-    def rules(self) -> Literal["reading", "computing", "latency", "moving"]:
+    def rules(self) -> Rules:
         """What takes longest."""
-        times: dict[Literal["reading", "computing", "latency", "moving"], float] = {
+        times: dict[Rules, float] = {
             "reading": self.reading if self.reading >= self.computing else 0.0,
             "computing": self.computing if self.computing > self.reading else 0.0,
             "latency": self.latency,
             "moving": self.moving,
+            "starting": self.starting,
         }
         return max(times, key=lambda k: times[k])
 
@@ -107,7 +113,7 @@ def train(plan: Plan, model: Model, machine: Machine, batch: int, length: int, d
     """Forward and backward of a step: three times the products of a forward pass. The optimizer is left out."""
     found = [p for phase in cost.STEP for p in cost.predict(plan, batch, length, phase, dtype_bytes)]
     once = _pass(plan, model, machine, batch, batch * length, length / 2, dtype_bytes, found, cached=False)
-    return Time(once.ranks, once.tokens, 3 * once.reading, 3 * once.computing, once.latency, once.moving)
+    return replace(once, reading=3 * once.reading, computing=3 * once.computing, starting=3 * once.starting)
 
 
 def _pass(
@@ -134,7 +140,7 @@ def _pass(
         attention = 4 * tokens * context * model.queries * min(1.0, share)
         reading = max(reading, read / read_rate)
         computing = max(computing, (products + attention) / flops_rate)
-    return Time(plan.ranks, tokens, reading, computing, *collectives(found, machine))
+    return Time(plan.ranks, tokens, reading, computing, *collectives(found, machine), model.ops * device.per_op)
 
 
 def _weights(tensors: Iterable[TensorPlan], model: Model, rank: int, tokens: int) -> tuple[float, float]:

@@ -81,12 +81,13 @@ def rate(time: Time) -> str:
 
 def reason(time: Time) -> str:
     """What rules, with its share."""
-    parts = {"reading": max(time.reading, 0.0), "computing": time.computing, "latency": time.latency, "moving": time.moving}
+    parts = {key: getattr(time, key) for key in ("reading", "computing", "latency", "moving", "starting")}
     words = {
         "reading": "reading weights and cache rules",
         "computing": "the products rule",
         "latency": "the latency of collectives rules",
         "moving": "moving bytes rules",
+        "starting": "starting ops one by one rules",
     }
     return f"{words[time.rules]}, {100 * parts[time.rules] / time.total:.0f} % of the time"
 

@@ -22,7 +22,13 @@ _MEMORY = (
     ("ke", "optimizer", "optimizer"),
     ("kf", "buffers", "buffers of collectives"),
 )
-_TIME = (("ka", "reading", "reading"), ("kb", "computing", "products"), ("ke", "latency", "latency"), ("kd", "moving", "moving bytes"))
+_TIME = (
+    ("ka", "reading", "reading"),
+    ("kb", "computing", "products"),
+    ("ke", "latency", "latency"),
+    ("kd", "moving", "moving bytes"),
+    ("kf", "starting", "starting ops"),
+)
 
 
 def page(name: str, study: Study) -> str:
@@ -177,7 +183,8 @@ def _sent(row: Row) -> int:
 
 
 def _time(study: Study) -> Safe:
-    out = [legend(*((kind, words) for kind, _, words in _TIME))]
+    used = _TIME if study.machine.device.per_op else _TIME[:-1]
+    out = [legend(*((kind, words) for kind, _, words in used))]
 
     def chart(pick: str, title: str) -> Safe:
         rows = []
@@ -187,7 +194,7 @@ def _time(study: Study) -> Safe:
                 "reading": t.reading if t.reading >= t.computing else 0.0,
                 "computing": t.computing if t.computing > t.reading else 0.0,
             }
-            values |= {"latency": t.latency, "moving": t.moving}
+            values |= {"latency": t.latency, "moving": t.moving, "starting": t.starting}
             parts = tuple((kind, values[key], f"{words} {duration(values[key])}") for kind, key, words in _TIME)
             rows.append(Bar(f"tp={n}", parts, f"{duration(t.total)}, {short(t.tokens_per_second)}/s", n == study.ranks))
         return tag("div", tag("h3", title), bars(rows))

@@ -3,15 +3,21 @@ model in float64. `prove` compares logits, cached decoding, loss, every gradient
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
 from transformers import PreTrainedConfig
 
+from colrow.comm.group import Group
+from colrow.comm.local import run_threads
+from colrow.parallel.build import parallelize
+from colrow.parallel.collect import whole_gradients
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 from colrow.planning.replay import check
@@ -19,11 +25,26 @@ from colrow.planning.trace import trace
 from colrow.proof.gate import GateRefused, prove
 from colrow.proof.shrink import Small
 
+from . import tiny
 from .faults import plant
 
 TOKENS: dict[str, Any] = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 27, "num_hidden_layers": 2, "max_position_embeddings": 64, **TOKENS}
 HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
+
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 21,
+}
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: tf.MixtralConfig(**SIZES, **HEADS, num_local_experts=4, num_experts_per_tok=2),
@@ -37,7 +58,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         moe_intermediate_size=21,
         shared_expert_intermediate_size=25,
     ),
+    "gpt-oss": lambda: tf.GptOssConfig(**SIZES, **HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
+    "deepseek-v2": lambda: tf.DeepseekV2Config(**SIZES, **LATENT, topk_method="greedy", first_k_dense_replace=1),
+    "deepseek-v3": lambda: tf.DeepseekV3Config(**SIZES, **LATENT, n_group=2, topk_group=1, first_k_dense_replace=1),
+    "deepseek-v3-plain-queries": lambda: tf.DeepseekV3Config(**SIZES, **{**LATENT, "q_lora_rank": None}, n_group=2, topk_group=1),
 }
+
+
+LESS = {"deepseek-v2": 0.92, "deepseek-v3": 0.92, "deepseek-v3-plain-queries": 0.95}
+"""The latents of MLA stay whole: much in so narrow a model."""
 
 
 def config(family: str) -> PreTrainedConfig:
@@ -54,7 +83,7 @@ def share(plan: Plan) -> float:
 def test_equal_to_the_whole_model(family: str, ranks: int) -> None:
     cfg = config(family)
     plan = derive(cfg, ranks)
-    assert share(plan) >= 0.97
+    assert share(plan) >= LESS.get(family, 0.97)
     assert plan.attention, "the attention is whole"
     assert prove(Small(cfg, plan, ())).ok
 
@@ -92,6 +121,9 @@ def test_the_gate_and_up_halves_of_an_expert_are_cut_alike() -> None:
         ("mixtral", "drop g", "model.layers.0.mlp.experts"),
         ("qwen2-moe", "drop g", "model.layers.1.mlp"),
         ("qwen3-moe", "drop f", "model.layers.1.post_attention_layernorm"),
+        ("gpt-oss", "drop g", "model.layers.1.mlp.experts"),
+        ("deepseek-v3", "drop g", "model.layers.1.mlp"),
+        ("deepseek-v2", "drop f", "model.layers.0.input_layernorm"),
     ],
 )
 def test_a_planted_fault_is_seen(family: str, fault: str, at: str) -> None:
@@ -100,10 +132,65 @@ def test_a_planted_fault_is_seen(family: str, fault: str, at: str) -> None:
         prove(Small(cfg, derive(cfg, 2), ()))
 
 
-def test_a_routers_gradient_that_is_not_summed_is_seen() -> None:
-    cfg = config("mixtral")
+@pytest.mark.parametrize(
+    ("family", "name", "changes"),
+    [
+        ("mixtral", "model.layers.1.mlp.gate.weight", {"grad": "whole"}),
+        ("gpt-oss", "model.layers.1.mlp.experts.down_proj_bias", {"once": False}),
+        ("deepseek-v3", "model.layers.0.self_attn.kv_a_proj_with_mqa.weight", {"grad": "whole"}),
+    ],
+)
+def test_a_parameter_in_a_wrong_state_is_seen(family: str, name: str, changes: dict[str, Any]) -> None:
+    """A router whose gradient is not summed, an expert's bias that each rank adds, a latent's gradient that is not summed."""
+    cfg = config(family)
     plan = derive(cfg, 2)
-    name = "model.layers.1.mlp.gate.weight"
-    broken = replace(plan, tensors=plan.tensors | {name: replace(plan.tensor(name), grad="whole")})
+    broken = replace(plan, tensors=plan.tensors | {name: replace(plan.tensor(name), **changes)})
     with pytest.raises(GateRefused):
         prove(Small(cfg, broken, ()))
+
+
+def test_a_bias_of_experts_counts_on_one_rank() -> None:
+    """O-16: it is added to partial sums, and weighted by the router."""
+    entry = derive(config("gpt-oss"), 3).tensor("model.layers.0.mlp.experts.down_proj_bias")
+    assert (entry.partition.is_whole, entry.once, entry.grad) == (True, True, "partial")
+
+
+def test_a_plan_with_such_a_bias_is_the_same_from_json() -> None:
+    plan = derive(config("gpt-oss"), 2)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_latents_are_whole_and_heads_are_cut() -> None:
+    """O-18: q_b, kv_b and o by heads; the latents, which all heads share, by nothing."""
+    plan = derive(config("deepseek-v3"), 2)
+    at = "model.layers.0.self_attn."
+    assert [plan.tensor(f"{at}{n}.weight").role for n in ("q_b_proj", "kv_b_proj", "o_proj")] == ["column", "column", "row"]
+    assert all(plan.tensor(f"{at}{n}.weight").role == "whole" for n in ("q_a_proj", "kv_a_proj_with_mqa", "kv_a_layernorm"))
+    assert [plan.attention[0].query.local_size(r) for r in range(2)] == [3, 2]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt-oss", "deepseek-v3"])
+def test_the_implementation_that_transformers_takes_by_itself(family: str) -> None:
+    """Grouped products, in float32; the comparisons above run the experts one after the other, as there are no grouped ones in float64."""
+    cfg = config(family)
+    cfg.update({k: 32 for k in ("intermediate_size", "moe_intermediate_size") if hasattr(cfg, k)})
+    plan = derive(cfg, 3)
+    cut = plan.tensor("model.layers.1.mlp.experts.down_proj").partition
+    assert [cut.local_size(r) for r in range(3)] == [16, 8, 8]  # multiples of 8: the grouped products of torch ask for it
+    model, ids = tiny.whole(cfg, torch.float32), tiny.ids(cfg)
+    assert model.config._experts_implementation == "grouped_mm"
+    copies = [copy.deepcopy(model) for _ in range(plan.ranks)]
+
+    def answers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        out = model(ids, labels=ids)
+        out.loss.backward()
+        return {"logits": out.logits.detach(), "loss": out.loss.detach()}
+
+    def rank(group: Group) -> dict[str, torch.Tensor]:
+        split = parallelize(copies[group.rank], plan, group)
+        return answers(split) | whole_gradients(split)
+
+    expected = answers(model) | {n: p.grad for n, p in model.named_parameters()}
+    for found in run_threads(rank, plan.ranks):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-3, atol=1e-5 * value.abs().max().item()), name

@@ -5,14 +5,13 @@ by every rank it would count once per rank. So the first rank adds it, and on th
 from the parameter: every rank holds it, its gradient arrives everywhere (as zeros, but for the first rank) and is summed as it arrives
 (gradients.py), so the copies stay equal in training.
 
-Parameters keep their names and stay the module's own; what changes is what `module.name` reads. Not here: which ones (`TensorPlan.once`).
+Nothing about the module changes but what its forward reads as `self.name`. Not here: which parameters (`TensorPlan.once`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..comm.group import Group
@@ -22,23 +21,23 @@ FIRST = 0  # the rank that uses them
 
 
 def install(model: nn.Module, plan: Plan, group: Group) -> None:
-    """Gives the modules of such parameters a class that reads zeros for them, on every rank but the first."""
+    """Hooks the modules of such parameters, on every rank but the first."""
     if group.rank == FIRST:
         return
-    names: dict[str, list[str]] = {}
     for entry in plan.tensors.values():
         if entry.once:
-            owner, _, key = entry.name.rpartition(".")
-            names.setdefault(owner, []).append(key)
-    for path, own in names.items():
-        module = model.get_submodule(path)
-        module.__class__ = type(type(module).__name__, (type(module),), {key: property(_zeros(key)) for key in own})
+            path, _, key = entry.name.rpartition(".")
+            _hook(model.get_submodule(path), key)
 
 
-def _zeros(key: str) -> Any:
-    def read(module: nn.Module) -> torch.Tensor:
+def _hook(module: nn.Module, key: str) -> None:
+    def before(module: nn.Module, args: Any) -> None:
         parameter = module._parameters[key]
-        assert parameter is not None
-        return parameter * 0
+        if parameter is not None:
+            vars(module)[key] = parameter * 0  # found before the parameter, which nn.Module looks up last
 
-    return read
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        vars(module).pop(key, None)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)

@@ -42,8 +42,12 @@ def deal(units: int, ranks: int, weights: Sequence[float] | None, least: int = 0
     return tuple((a, a + n) for a, n in zip(starts, counts, strict=True))
 
 
-def cut_axis(leaf: Node, ranks: int, weights: Sequence[float] | None, least: int = 0) -> Cut:
-    return Cut((leaf,), (deal(leaf.size, ranks, weights, least),))
+def cut_axis(leaf: Node, ranks: int, weights: Sequence[float] | None, least: int = 0, grain: int = 1) -> Cut:
+    """`grain`: the cuts fall on multiples of it, or of the largest power of two below it that the axis allows."""
+    while grain > 1 and (leaf.size % grain or leaf.size < grain * ranks):
+        grain //= 2
+    dealt = deal(leaf.size // grain, ranks, weights, least)
+    return Cut((leaf,), (tuple((a * grain, b * grain) for a, b in dealt),))
 
 
 def cut_heads(kv: Node, repeat: Node, ranks: int, weights: Sequence[float] | None) -> Cut:

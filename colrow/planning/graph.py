@@ -104,12 +104,13 @@ class Graph:
 
     @cached_property
     def live(self) -> list[bool]:
-        """Whether a value reaches an output of the model."""
+        """Whether a gradient can come back to a value: it reaches an output of the model, and not through integers only (which experts)."""
+        floating = [v.dtype.is_floating_point or v.dtype.is_complex for v in self.trace.values]
         out = [False] * len(self.trace.values)
         for v in self.trace.outputs.values():
-            out[v] = True
+            out[v] = floating[v]
         for op in reversed(self.trace.ops):
-            if any(out[o] for o in self.results[op.index]):
+            if any(out[o] and floating[o] for o in self.results[op.index]):
                 for v in self.inputs[op.index]:
                     out[v] = True
         return out
@@ -119,9 +120,9 @@ class Graph:
         """Whether a gradient arrives at a value: it is floating, depends on a parameter and reaches an output."""
         out = [v.kind == "parameter" for v in self.trace.values]
         for op in self.trace.ops:
-            if any(out[v] for v in self.inputs[op.index]):
+            if any(out[v] for v in self.inputs[op.index]) and not op.name.startswith("new_") and not op.name.endswith("_like"):
                 for o in self.results[op.index]:
-                    out[o] = self.trace.values[o].dtype.is_floating_point
+                    out[o] = self.trace.values[o].dtype.is_floating_point or self.trace.values[o].dtype.is_complex
         return [d and live for d, live in zip(out, self.live, strict=True)]
 
     @cached_property

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 
 from .plan import Plan
 from .replay_borders import Borders
-from .replay_ops import MOVES, call, run
+from .replay_memory import Memory, put
+from .replay_ops import call, run
 from .spread import ReplayError, Spread, cut, everywhere
 from .trace import Trace, trace
 
@@ -81,10 +82,13 @@ def _filled(shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator) -
 
 
 def _run_whole(t: Trace, start: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    values = dict(start)
+    values, memory = dict(start), Memory(t)
     for op in t.ops:
         tensors = {i: values[i].double() if values[i].is_floating_point() else values[i] for i in op.inputs()}
         _store(op.outputs, call(op, tensors), values)
+        for w in memory.targets(op) if op.mutates is not None else ():
+            base, new = (everywhere(values[i], 1) for i in (w, op.outputs[0]))
+            values[w] = put(base, memory.numbers(op.outputs[0]), new, t.where(op)).data[0]
     return values
 
 
@@ -115,7 +119,7 @@ def _run_ranks(
             data = [p if r == 0 else p * 0 for r, p in enumerate(data)]
         values[i] = Spread(shape, tuple(data), boxes, plan.tensor(name).once)
     borders = Borders(t, plan)
-    views = {o for op in t.ops if op.name in MOVES for o in op.outputs}
+    memory = Memory(t)
     for op in t.ops:
         borders.cross(op.index, values)
         ids = op.inputs()
@@ -123,14 +127,16 @@ def _run_ranks(
             for o in op.outputs:
                 if o >= 0:
                     values[o] = everywhere(whole[o], plan.ranks)
+            if op.mutates is not None:
+                values.update((w, everywhere(whole[w], plan.ranks)) for w in memory.targets(op))
             continue
-        if op.mutates in views:
-            raise ReplayError(f"{t.where(op)} writes into a view of another tensor, which the replay cannot follow")
         outs = run(op, {i: borders.seen(i, op.index, values) for i in ids}, t.where(op))
         for o, out in zip([o for o in op.outputs if o >= 0], outs, strict=True):
             values[o] = out
         if op.mutates is not None:
             values[op.mutates] = outs[0]
+            for w in memory.targets(op):
+                values[w] = put(values[w], memory.numbers(op.outputs[0]), outs[0], t.where(op))
     borders.cross(len(t.ops), values)
     return values
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .spread import Held, ReplayError, Spread, common, counted_once, full
+from .spread import Held, ReplayError, Spread, common, counted_once, everywhere, full
 from .trace import Op, Ref
 
 # fmt: off
@@ -23,6 +23,8 @@ MOVES = frozenset((
     "select", "split", "split_with_sizes", "unbind", "cat", "stack", "flip", "roll", "alias", "detach", "diagonal", "constant_pad_nd",
 ))
 # fmt: on
+CREATE = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})  # of an input they take no more than dtype and device
+PAIRS = frozenset({"view_as_complex", "view_as_real"})
 LINEAR_UNARY = frozenset({"neg", "_to_copy", "clone", "alias", "detach", "lift_fresh"})
 POINTWISE_EXTRA = frozenset({"_to_copy", "clone", "copy", "masked_fill", "where", "native_dropout"})
 MIXES: dict[str, Callable[[tuple[Any, ...], int], list[int]]] = {
@@ -54,6 +56,10 @@ def run(op: Op, inputs: Inputs, where: str) -> list[Spread]:
         return [CONTRACT[op.name](op, inputs, where)]
     if op.name == "embedding":
         return [_embedding(op, inputs, where)]
+    if op.name in PAIRS:
+        return [_pairs(op, inputs, where)]
+    if op.name in CREATE:
+        return [everywhere(call(op, {i: torch.zeros(s.shape).double() for i, s in inputs.items()}), next(iter(inputs.values())).ranks)]
     if op.name == "index":
         return [_index(op, inputs, where)]
     if op.name == "sum":
@@ -314,6 +320,17 @@ def _embedding(op: Op, inputs: Inputs, where: str) -> Spread:
     return _partial(Spread((*ids.shape, weight.shape[1]), tuple(data), tuple(boxes)), partial, where)
 
 
+def _pairs(op: Op, inputs: Inputs, where: str) -> Spread:
+    """The last dim, (real, imaginary), becomes one number, or comes from one."""
+    (x,) = inputs.values()
+    (out,) = _per_rank(op, inputs)
+    if op.name == "view_as_real":
+        return Spread((*x.shape, 2), out.data, tuple((*held, torch.arange(2)) for held in x.held), x.partial)
+    if not x.is_full(len(x.shape) - 1):
+        raise ReplayError(f"{where} needs both parts of its numbers ({x.state()})")
+    return Spread(x.shape[:-1], out.data, tuple(held[:-1] for held in x.held), x.partial)
+
+
 def _index(op: Op, inputs: Inputs, where: str) -> Spread:
     """x[i] with whole index tensors: the indexed dims must be whole, the others hold what they held. Picks of summands are summands."""
     x, indices = inputs[op.args[0].id], list(op.args[1])
@@ -323,15 +340,11 @@ def _index(op: Op, inputs: Inputs, where: str) -> Spread:
         if not index.is_whole or not x.is_full(d) or (index.data[0].dtype == torch.bool and not x.is_full_box):
             raise ReplayError(f"{where} picks along dim {d} of which the ranks hold slices ({x.state()})")
     (out,) = _per_rank(op, inputs)
-    dims = len(x.shape)
-    if x.is_full_box:
-        return Spread(out.shape, out.data, out.held, x.partial)
-    if picked != list(range(picked[0], picked[-1] + 1)):
-        raise ReplayError(f"{where} picks along dims {picked} of {x.state()}")
-    spliced = len(out.shape) - (dims - len(picked))  # dims of the index tensors together
+    rest = [d for d in range(len(x.shape)) if d not in picked]
+    place = picked[0] if picked == list(range(picked[0], picked[-1] + 1)) else 0  # of the index tensors' dims in the result
     shape, boxes = list(out.shape), [list(h) for h in out.held]
-    for d in set(range(dims)) - set(picked):
-        at = d if d < picked[0] else d - len(picked) + spliced
+    for k, d in enumerate(rest):
+        at = k if k < place else k + len(out.shape) - len(rest)
         shape[at] = x.shape[d]
         for rank in range(x.ranks):
             boxes[rank][at] = x.held[rank][d]

@@ -134,6 +134,12 @@ def split(axes: Axes, op: Op, args: Arguments) -> Result:
     return Effect("linear"), outs
 
 
+@rule("new_empty", "new_zeros", "new_ones", "new_full")
+def create(axes: Axes, op: Op, args: Arguments) -> Result:
+    """A new tensor of any size: of its input it takes no more than dtype and device."""
+    return Effect("constant"), [axes.fresh(_out_shape(axes, op))]
+
+
 @rule("narrow", "narrow_copy")
 def narrow(axes: Axes, op: Op, args: Arguments) -> Result:
     dims, dim = same(axes, op.args[0]), args["dim"]

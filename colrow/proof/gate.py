@@ -104,7 +104,7 @@ def _rank(group: Group, small: Small, state: State, expected: Reference) -> Evid
 def _split(group: Group, small: Small, state: State) -> PreTrainedModel:
     model = whole_model.simple_experts(build.empty(small.config, DTYPE))
     build.split(model, small.plan, group)
-    load.from_whole(model, state)
+    load.from_whole(model, state, DTYPE)
     return model.eval()
 
 

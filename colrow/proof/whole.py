@@ -32,7 +32,15 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager"
                 if module._buffers.get(leaf) is not None:
                     module._buffers[leaf] = torch.empty_like(module._buffers[leaf], device="meta")
         split_load.remake_buffers(model, torch.get_default_device())
+    if dtype is torch.float64:
+        model.apply(_wide)
     return simple_experts(model)
+
+
+def _wide(module: torch.nn.Module) -> None:
+    """Routers that are float32 whatever the model's dtype are float64 in a comparison that is."""
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.double()
 
 
 def simple_experts(model: PreTrainedModel) -> PreTrainedModel:

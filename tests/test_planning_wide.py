@@ -11,7 +11,6 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 from colrow.planning.replay import check
-from colrow.planning.spread import ReplayError
 
 COMMON: dict[str, Any] = {
     "vocab_size": 101,
@@ -54,10 +53,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-WRITE_INTO_VIEWS = ("falcon", "gpt_oss")
-"""Models whose code does; a replay cannot follow them."""
-
-
 def config(name: str) -> PreTrainedConfig:
     fields = COMMON | MODELS[name]
     return CONFIG_MAPPING[name](**{k: v for k, v in fields.items() if v is not None})
@@ -75,10 +70,6 @@ def test_every_model_gets_a_plan_that_replays(name: str) -> None:
     plan = derive(cfg, 3)
     assert share(plan) > 0.08
     assert not [t.reason for t in plan.tensors.values() if "rule does not fit" in t.reason]
-    if name in WRITE_INTO_VIEWS:
-        with pytest.raises(ReplayError, match="writes into a view"):
-            check(cfg, plan)
-        return
     report = check(cfg, plan)
     zero = ("k_proj.bias", "key.bias")  # the gradient of a key's bias is 0: softmax does not feel what is added to all scores
     wrong = {n: x for n, x in {**report.outputs, **report.gradients}.items() if x > 1e-9 and not n.endswith(zero)}

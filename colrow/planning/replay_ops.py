@@ -24,7 +24,6 @@ MOVES = frozenset((
 ))
 # fmt: on
 CREATE = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})  # of an input they take no more than dtype and device
-PAIRS = frozenset({"view_as_complex", "view_as_real"})
 LINEAR_UNARY = frozenset({"neg", "_to_copy", "clone", "alias", "detach", "lift_fresh"})
 POINTWISE_EXTRA = frozenset({"_to_copy", "clone", "copy", "masked_fill", "where", "native_dropout"})
 MIXES: dict[str, Callable[[tuple[Any, ...], int], list[int]]] = {
@@ -56,7 +55,7 @@ def run(op: Op, inputs: Inputs, where: str) -> list[Spread]:
         return [CONTRACT[op.name](op, inputs, where)]
     if op.name == "embedding":
         return [_embedding(op, inputs, where)]
-    if op.name in PAIRS:
+    if op.name.startswith("view_as_"):
         return [_pairs(op, inputs, where)]
     if op.name in CREATE:
         return [everywhere(call(op, {i: torch.zeros(s.shape).double() for i, s in inputs.items()}), next(iter(inputs.values())).ranks)]

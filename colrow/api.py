@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .engine.account import Stages
     from .engine.engine import Engine
     from .parallel.load import Progress
+    from .parallel.sequence import Mode
     from .planning.plan import Plan
     from .proof.report import Report
 
@@ -55,11 +56,13 @@ def load(
     trust_remote_code: bool = False,
     stages: Stages | None = None,
     progress: Progress | None = None,
+    sequence: Mode = "off",
 ) -> PreTrainedModel:
     """This rank's part of the model, in eval mode on the group's device: a transformers model whose logits and loss are the whole ones'.
 
     A collective of all ranks. Rank 0 plans (unless `plan` is given) and has the plan proven on a small copy (unless `gate` is False) before
     a weight is read. `dtype` "auto" is that of the files, float32 for GGUF. `stages.results` gets the plan and the gate's result.
+    `sequence` "again" or "keep": in training the residual stream is cut along the sequence (parallel/sequence.py).
     """
     from .engine.account import Stages
 
@@ -85,7 +88,7 @@ def load(
             stages.results["gate"] = on_rank_0(lambda: str(prove(config, chosen)), group, "load.gate")
     stages.results["plan"] = chosen
     with stages("load"):
-        part = cast("PreTrainedModel", build.split(build.empty(config, wanted), chosen, group))
+        part = cast("PreTrainedModel", build.split(build.empty(config, wanted), chosen, group, sequence))
         warnings = from_source(part, source, wanted, group.device, progress)
         source.close()
     stages.results["warnings"] = warnings

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -204,6 +204,10 @@ def train(
     seed: Annotated[int, typer.Option(help="Of the data's order and of dropout; the same run at any --tp.")] = 0,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: at the end.")] = 0,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: at the end.")] = 0,
+    sequence: Annotated[bool, typer.Option("--sp", help="Sequence parallelism: norms and residuals on slices of the sequence.")] = False,
+    keep_gathered: Annotated[
+        bool, typer.Option("--sp-keep", help="The same, and keep what was gathered instead of gathering again.")
+    ] = False,
     recompute: Annotated[bool, typer.Option("--recompute", help="Compute activations again instead of keeping them.")] = False,
     pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Let short documents share a row; none sees another.")] = True,
     split: Split = None,
@@ -222,7 +226,8 @@ def train(
     started = time.time()
     shares, given = read_split(split), read_plan(plan_file)
     ranks = degree(tp, shares, given)
-    rest = {"evaluate_every": eval_every, "save_every": save_every, "packed": pack, "recompute": recompute}
+    rest: dict[str, Any] = {"evaluate_every": eval_every, "save_every": save_every, "packed": pack, "recompute": recompute}
+    rest["sequence"] = "keep" if keep_gathered else "again" if sequence else "off"
     settings = Settings(
         steps,
         epochs,
@@ -235,7 +240,7 @@ def train(
         weight_decay=weight_decay,
         clip=clip,
         seed=seed,
-        **rest,  # type: ignore[arg-type]
+        **rest,
     )
     opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
     show.train(ranks, backend, opening, settings, (data, evaluation), out)

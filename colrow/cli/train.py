@@ -62,6 +62,7 @@ def train(
             gate=opening.gate,
             stages=stages,
             progress=lambda name, done, total: tell(Stage("load", done, total)),
+            sequence=settings.sequence,  # type: ignore[arg-type]
         )
 
     model = yield from told(load)

@@ -29,9 +29,9 @@ def install(model: nn.Module, state: State, region: Region) -> None:
     module = model.get_submodule(region.module)
     change = _change(state, region)
     if region.place == "input":
-        module.register_forward_pre_hook(_on_input(module, region.arg, change), with_kwargs=True)
+        module.register_forward_pre_hook(on_input(module, region.arg, change), with_kwargs=True)
     else:
-        module.register_forward_hook(_on_output(region.arg, change))
+        module.register_forward_hook(on_output(region.arg, change))
 
 
 def forget_copies(model: nn.Module, state: State) -> None:
@@ -48,6 +48,10 @@ def forget_copies(model: nn.Module, state: State) -> None:
 
 def _change(state: State, region: Region) -> Change:
     group, name = _group(state.group, region), region.name
+    sequence = state.sequence
+    if sequence is not None and region in sequence.regions:
+        change = sequence.gather if region.op == "copy" else sequence.scatter
+        return lambda x: change(x, name)
     if region.op == "copy" and region.place == "input":
         return lambda x: state.copies.copy(x, group, name)
     if region.op == "copy":
@@ -72,7 +76,7 @@ def _group(group: Group, region: Region) -> Group:
     return next((sub for sub in subs if sub is not None), group)
 
 
-def _on_input(module: nn.Module, arg: str, change: Change) -> Callable[..., Any]:
+def on_input(module: nn.Module, arg: str, change: Change) -> Callable[..., Any]:
     names = list(inspect.signature(module.forward).parameters)
     position = int(arg) if arg.isdigit() else names.index(arg) if arg else 0
     name = names[position]
@@ -87,7 +91,7 @@ def _on_input(module: nn.Module, arg: str, change: Change) -> Callable[..., Any]
     return hook
 
 
-def _on_output(arg: str, change: Change) -> Callable[..., Any]:
+def on_output(arg: str, change: Change) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return change(output)

@@ -13,6 +13,7 @@ Not here: deciding anything (the plan does), reading files, proving that the res
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +25,11 @@ from ..partition import Partition
 from ..planning.graph import is_table
 from ..planning.plan import Edit, Plan, Region
 from ..planning.trace import model_class
-from . import attention, borders, embedding, generate, gradients, guards, head, linear, load, once, random, save
+from . import attention, borders, embedding, generate, gradients, guards, head, linear, load, once, random, save, sequence_probe
 from .check import check, reduces
+from .sequence import Mode, Sequence, with_partial_gradients
+from .sequence import install as install_sequence
+from .sequence import make as make_sequence
 from .state import State
 
 
@@ -35,23 +39,43 @@ def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return model_class(config).from_config(copy.deepcopy(config), dtype=dtype)
 
 
-def parallelize(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
+def parallelize(model: nn.Module, plan: Plan, group: Group, sequence: Mode = "off") -> nn.Module:
     """Splits a model whose weights are in memory, parameter by parameter: at no time is there more than one copy of a piece."""
-    return split(model, plan, group)
+    return split(model, plan, group, sequence)
 
 
-def split(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
+def split(model: nn.Module, plan: Plan, group: Group, sequence: Mode = "off") -> nn.Module:
     """Applies the plan to the model, in place, and returns it. On meta, or with weights; a collective of all ranks.
+
+    `sequence` "again" or "keep": the residual stream is cut along the sequence in training (sequence.py).
 
     UserError, with the model unchanged, where the model is split already or the plan cannot be carried out on it exactly.
     """
     if isinstance(getattr(model, "colrow", None), State):
         raise UserError("the model is split already", type(model).__name__, "a fresh one")
     check(model, plan, group)
-    state = State(plan, group)
+    cut = make_sequence(model, plan, group, sequence)
+    if cut is not None:
+        names = sequence_probe.partial_parameters(model, plan, lambda whole, mode: on_meta(whole, plan, sequence_probe.lone(group), mode))
+        plan = with_partial_gradients(plan, names)
+    return _apply(model, plan, group, cut)
+
+
+def on_meta(whole: nn.Module, plan: Plan, group: Group, mode: Mode) -> nn.Module:
+    """A split model for its shapes alone: `group` speaks to no one, dropout is torch's own, the sequence is cut without gradients too."""
+    cut = make_sequence(whole, plan, group, mode)
+    part: Any = _apply(whole, plan, group, cut)
+    part.colrow.masks.probe = True
+    if cut is not None:
+        cut.always = True
+    return part
+
+
+def _apply(model: nn.Module, plan: Plan, group: Group, cut: Sequence | None) -> nn.Module:
+    state = State(plan, group, sequence=cut)
     for entry in plan.tensors.values():
         _slice(model.get_parameter(entry.name), entry.partition, group.rank)
-    reduced = _change_layers(model, plan, group)
+    reduced = _change_layers(model, plan, group, cut)
     for edit in plan.edits:
         _edit(model.get_submodule(edit.module), edit, group.rank)
     for heads in plan.attention:
@@ -62,6 +86,8 @@ def split(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
     once.install(model, plan, group)
     state.sums = gradients.install(model, plan, group)
     borders.forget_copies(model, state)
+    if cut is not None:
+        install_sequence(model, cut)
     for part in (head, generate, save, guards, random):
         part.install(model, state)
     model.colrow = state  # type: ignore[assignment]
@@ -77,7 +103,7 @@ def _slice(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
         parameter.grad = None
 
 
-def _change_layers(model: nn.Module, plan: Plan, group: Group) -> set[Region]:
+def _change_layers(model: nn.Module, plan: Plan, group: Group, cut_sequence: Sequence | None) -> set[Region]:
     """Gives each layer with a cut weight its class. Returns the regions that these layers carry out themselves."""
     reduced = set()
     for name, entry in plan.names():
@@ -94,7 +120,8 @@ def _change_layers(model: nn.Module, plan: Plan, group: Group) -> set[Region]:
             linear.make_column(layer, group, path)
             continue
         elif type(layer) in linear.OUTPUT_DIM:
-            linear.make_row(layer, group, region.name if region else None)
+            scattered = cut_sequence if cut_sequence is not None and region in cut_sequence.regions else None
+            linear.make_row(layer, group, region.name if region else None, scattered)
         else:
             continue
         if region is not None:

@@ -14,7 +14,7 @@ hold nothing. Not here: which layer is cut how (the plan), and how gradients of 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition, whole
 from .gradients import sum_copies
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
 
 OUTPUT_DIM: dict[type, int] = {nn.Linear: 0, Conv1D: 1}
 """The layers that can be cut, and the dim of their weight that is the output features."""
@@ -80,6 +83,7 @@ class RowParallelLinear(nn.Linear):
 
     group: Group
     name: str | None
+    sequence: Sequence | None = None  # where the sum stays scattered along the sequence
 
     def __init__(
         self,
@@ -104,7 +108,10 @@ class RowParallelLinear(nn.Linear):
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _sum_then_bias(F.linear(input, self.weight), self.bias, self.group, self.name)
+        partial = F.linear(input, self.weight)
+        if self.sequence is not None and self.name is not None and self.sequence.active:
+            return _scatter_then_bias(partial, self.bias, self.sequence, self.name)
+        return _sum_then_bias(partial, self.bias, self.group, self.name)
 
 
 class ColumnParallelConv1D(Conv1D):
@@ -116,8 +123,11 @@ class RowParallelConv1D(Conv1D):
 
     group: Group
     name: str | None
+    sequence: Sequence | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.sequence is not None and self.name is not None and self.sequence.active:
+            return _scatter_then_bias(x @ self.weight, self.bias, self.sequence, self.name)
         return _sum_then_bias(x @ self.weight, self.bias, self.group, self.name)
 
 
@@ -129,16 +139,22 @@ def _sum_then_bias(partial: torch.Tensor, bias: torch.Tensor | None, group: Grou
     return y if bias is None else y.add_(bias)
 
 
+def _scatter_then_bias(partial: torch.Tensor, bias: torch.Tensor | None, sequence: Sequence, name: str) -> torch.Tensor:
+    """The rank's slice of the sequence of the sum, then the bias: each rank sees its own positions, so the bias's gradient is a part."""
+    y = sequence.scatter(partial, name)
+    return y if bias is None else y + bias
+
+
 def make_column(layer: nn.Module, group: Group, name: str) -> None:
     """Turns a layer whose parameters are the rank's already into a column-parallel one, in place, without an f of its own."""
     become(layer, ColumnParallelLinear if isinstance(layer, nn.Linear) else ColumnParallelConv1D, group, name, copy_input=False)
 
 
-def make_row(layer: nn.Module, group: Group, name: str | None) -> None:
+def make_row(layer: nn.Module, group: Group, name: str | None, sequence: Sequence | None = None) -> None:
     """Turns a layer whose parameters are the rank's already into a row-parallel one, in place. `name` is the call site of g.
 
     None: its partial sums are added elsewhere, with others."""
-    become(layer, RowParallelLinear if isinstance(layer, nn.Linear) else RowParallelConv1D, group, name)
+    become(layer, RowParallelLinear if isinstance(layer, nn.Linear) else RowParallelConv1D, group, name, sequence=sequence)
 
 
 def become(layer: nn.Module, cls: type[nn.Module], group: Group, name: str | None, **attributes: Any) -> None:

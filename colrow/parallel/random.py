@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from ..comm import collectives
 from ..comm.group import Group
 from ..errors import UserError
+from .sequence import Sequence
 from .sites import Site, Sites, find, rates
 from .state import State, state_of
 
@@ -39,6 +40,7 @@ class Masks:
     """What a model's masks depend on, and where it is. `calls`: how often each module ran in this pass."""
 
     group: Group
+    sequence: Sequence | None = None
     seed: int | None = None
     number: int = 0
     depth: int = 0
@@ -77,20 +79,23 @@ def passes(model: nn.Module) -> int:
 
 
 def contexts(model: nn.Module) -> Callable[[], tuple[Any, Any]]:
-    """`context_fn` for torch.utils.checkpoint: the recomputation draws the masks of the pass that it repeats."""
+    """`context_fn` for torch.utils.checkpoint: the recomputation draws the masks of the pass that it repeats, and cuts as that did."""
 
     def make() -> tuple[Any, Any]:
         masks = state_of(model).masks
         assert masks is not None
-        return contextlib.nullcontext(), _repeating(masks, masks.number, dict(masks.calls))
+        sizes = list(masks.sequence.sizes) if masks.sequence is not None else []
+        return contextlib.nullcontext(), _repeating(masks, masks.number, dict(masks.calls), sizes)
 
     return make
 
 
 @contextlib.contextmanager
-def _repeating(masks: Masks, number: int, calls: dict[str, int]) -> Iterator[None]:
+def _repeating(masks: Masks, number: int, calls: dict[str, int], sizes: list[int]) -> Iterator[None]:
     before = masks.number, masks.calls, masks.depth
     masks.number, masks.calls, masks.depth = number, dict(calls), 1
+    if masks.sequence is not None:
+        masks.sequence.sizes = sizes
     try:
         yield
     finally:
@@ -99,9 +104,8 @@ def _repeating(masks: Masks, number: int, calls: dict[str, int]) -> Iterator[Non
 
 def install(model: Any, state: State) -> None:
     """Watches the model's forward passes. Sites are looked for at the first one in training mode, and again where rates were changed."""
-    from .build import split
-
-    masks = state.masks = Masks(state.group)
+    masks = state.masks = Masks(state.group, state.sequence)
+    mode = state.sequence.mode if state.sequence is not None else "off"
 
     def before(module: nn.Module, _: Any) -> None:
         masks.depth += 1
@@ -110,7 +114,7 @@ def install(model: Any, state: State) -> None:
         masks.calls.clear()
         now = rates(model) if module.training else ()
         if module.training and now != masks.known:
-            _watch(model, masks, find(model, state.plan, state.group, split) if now else {})
+            _watch(model, masks, find(model, state.plan, state.group, mode) if now else {})
             masks.known = now
         if now:
             masks.ensure_seed()
@@ -198,6 +202,10 @@ class _Dropping(TorchFunctionMode):
             one = shape[:HEADS] + shape[HEADS + 1 :]
             heads = [_bernoulli(x, one, p, self.masks.number_of(*name, head)) for head in held]
             out = torch.stack(heads, HEADS) if heads else torch.empty_like(x)
+        elif site.sequence and self.masks.sequence is not None and self.masks.sequence.active:
+            sizes = self.masks.sequence.sizes
+            shape[1] = sum(sizes)
+            out = _bernoulli(x, shape, p, self.masks.number_of(*name)).split(sizes, 1)[rank]
         elif cut is not None and cut.dim is not None:
             shape[cut.dim] = cut.size
             out = cut.split(_bernoulli(x, shape, p, self.masks.number_of(*name)), rank)

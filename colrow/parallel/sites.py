@@ -24,6 +24,7 @@ from ..partition import Partition
 from ..planning.plan import Plan
 from ..planning.record import EAGER, record
 from ..planning.trace import Trace
+from .sequence import Mode
 
 INSTEAD = "dropout rates of 0"
 RATES = ("attention_dropout", "dropout", "activation_dropout")  # plain numbers that transformers' modules pass to functional dropout
@@ -32,10 +33,12 @@ SKIPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # whole layers 
 
 @dataclass(frozen=True)
 class Site:
-    """One call of dropout in a module's forward. `cut`: how its tensor is cut, along `cut.dim` of that tensor; None: it is whole."""
+    """One call of dropout in a module's forward. `cut`: how its tensor is cut, along `cut.dim` of that tensor; None: it is whole.
+    `sequence`: its dim 1 is the rank's slice of the sequence."""
 
     cut: Partition | None
     dims: int
+    sequence: bool = False
 
 
 Sites = dict[str, tuple[Site, ...]]  # of each module, in the order of one call of its forward
@@ -56,15 +59,15 @@ def _rates(model: nn.Module) -> Iterator[tuple[str, float]]:
         yield from ((name, rate) for rate in found if isinstance(rate, float) and rate > 0)
 
 
-def find(model: nn.Module, plan: Plan, group: Group, split: Callable[[nn.Module, Plan, Group], nn.Module]) -> Sites:
-    """The sites of a split `model` at its present rates. A collective; `split` is build.split. UserError where one cannot be told."""
-    whole = _masks(_trained(model))
-    lone = Group(group.rank, group.size, _Silent(group.rank))
+def find(model: nn.Module, plan: Plan, group: Group, mode: Mode) -> Sites:
+    """The sites of a split `model` at its present rates. A collective. UserError where one cannot be told."""
+    from .build import on_meta
+
+    whole = _masks(at_present(model))
+    lone = Group(group.rank, group.size, Silent(group.rank))
     local = whole
     if group.size > 1:
-        part: Any = split(_trained(model), plan, lone)
-        part.colrow.masks.probe = True
-        local = _masks(part)
+        local = _masks(on_meta(at_present(model), plan, lone, mode))
     if [name for name, _, _ in whole] != [name for name, _, _ in local]:
         raise UserError("the split model drops elsewhere than the whole one", type(model).__name__, INSTEAD)
     mine = [_cut_dim(name, a, b) for (name, _, a), (_, _, b) in zip(whole, local, strict=True)]
@@ -74,10 +77,11 @@ def find(model: nn.Module, plan: Plan, group: Group, split: Callable[[nn.Module,
         dims = {found[at] for found in everyone} - {None}
         if len(dims) > 1:
             raise UserError(f"dropout in {name} meets a tensor that is cut along several dims", sorted(dims), INSTEAD)
-        cut = _partition(plan, name, dims.pop(), shape) if dims else None
+        sliced = mode != "off" and dims == {1} and len(shape) == 3
+        cut = _partition(plan, name, dims.pop(), shape) if dims and not sliced else None
         if cut is not None and cut.local_size(group.rank) != local[at][2][cut.dim or 0]:
             raise UserError(f"dropout in {name} meets a slice of another size than the plan's", local[at][2], INSTEAD)
-        calls.setdefault((name, call), []).append(Site(cut, len(shape)))
+        calls.setdefault((name, call), []).append(Site(cut, len(shape), sliced))
     out: Sites = {}
     for (name, _), sites in calls.items():
         if out.setdefault(name, tuple(sites)) != tuple(sites):
@@ -85,12 +89,14 @@ def find(model: nn.Module, plan: Plan, group: Group, split: Callable[[nn.Module,
     return out
 
 
-def _trained(model: Any) -> nn.Module:
+def at_present(model: Any) -> nn.Module:
     """The whole model on meta, in training mode, with the rates that `model` has now."""
     from .build import empty
 
     out = empty(model.config, torch.float32)
     out.set_attn_implementation(EAGER)
+    if out._can_set_experts_implementation():
+        out.set_experts_implementation("batched_mm")  # the one with static shapes
     known = dict(out.named_modules())
     for name, module in model.named_modules():
         if name in known:
@@ -113,7 +119,7 @@ def _masks(model: Any) -> list[tuple[str, int, tuple[int, ...]]]:
     return out
 
 
-class _Silent(Alone):
+class Silent(Alone):
     """The transport of a rank that computes shapes only: nothing is said to anyone."""
 
     def __init__(self, rank: int) -> None:
@@ -126,7 +132,7 @@ class _Silent(Alone):
         return 0
 
     def sub(self, ranks: Sequence[int]) -> Transport | None:
-        return _Silent(list(ranks).index(self.rank)) if self.rank in ranks else None
+        return Silent(list(ranks).index(self.rank)) if self.rank in ranks else None
 
 
 class _NoSkipping(TorchFunctionMode):

@@ -21,6 +21,7 @@ from ..planning.plan import Plan, Region
 if TYPE_CHECKING:
     from .gradients import GradientSums
     from .random import Masks
+    from .sequence import Sequence
 
 REMEMBERED = 4  # tensors whose f is kept: those that several modules of one block share
 
@@ -60,6 +61,7 @@ class State:
     sharded_logits: bool = False  # inside head.sharded_logits(model)
     sums: GradientSums | None = None  # the gradients that are summed as they arrive
     masks: Masks | None = None  # of dropout
+    sequence: Sequence | None = None  # where the residual stream is cut along the sequence
 
     def __deepcopy__(self, memo: dict) -> State:
         raise UserError(

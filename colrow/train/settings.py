@@ -16,6 +16,7 @@ class Settings:
     """`batch` rows make a micro-batch, `accumulate` of them a step. `epochs` counts where `steps` is None. `length`: tokens of a row.
 
     `warmup` steps rise to `lr`, then `schedule` falls to `lr * final`. `clip` 0: no clipping. `evaluate_every`, `save_every` 0: at the end.
+    `sequence`: see parallel/sequence.py.
     """
 
     steps: int | None = None
@@ -36,6 +37,7 @@ class Settings:
     keep: int = 2
     packed: bool = True
     recompute: bool = False
+    sequence: str = "off"
 
     def __post_init__(self) -> None:
         for name, least in (("batch", 1), ("accumulate", 1), ("epochs", 1), ("length", 2), ("keep", 1), ("warmup", 0), ("seed", 0)):
@@ -47,6 +49,8 @@ class Settings:
             raise UserError("the learning rate must be above 0", self.lr, "--lr 2e-5")
         if self.clip < 0:
             raise UserError("clip must be 0 (none) or above", self.clip, "--clip 1.0")
+        if self.sequence not in ("off", "again", "keep"):
+            raise UserError("no such sequence parallelism", self.sequence, "again, keep, off")
         if self.schedule not in get_args(Schedule):
             raise UserError("no such schedule", self.schedule, ", ".join(get_args(Schedule)))
 

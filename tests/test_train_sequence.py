@@ -99,7 +99,7 @@ def grads(group: Group, model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, di
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loss_and_every_gradient_equal_the_whole_models(family: str, ranks: int) -> None:
     """Lengths 12 and 13 (and 2: with 3 ranks one has no position at all); whole parameters bit-equal on all ranks."""
-    for length in (12, 13, 2):
+    for length in (12, 13, 2) if family != "mixtral" else (12, 13):
         expected, gradients = reference(family, length)
         results = on_ranks(family, ranks, "again", lambda g, m: grads(g, m, tiny.ids(setting(family)[0], length=length)))  # noqa: B023
         for loss, found, whole in results:
@@ -270,6 +270,12 @@ def test_models_that_it_does_not_fit_are_refused() -> None:
     assert not plan.attention, "each head has a norm module of its own: attention stays whole"
     with pytest.raises(UserError, match="sequence parallelism needs"):
         run_threads(task, 2)
+
+
+def test_experts_need_a_position_on_every_rank() -> None:
+    ids = tiny.ids(setting("mixtral")[0], length=2)
+    with pytest.raises(UserError, match="2 positions leaves one of 3 ranks without any"):
+        on_ranks("mixtral", 3, "again", lambda g, m: m(ids))
 
 
 def test_an_unknown_mode_is_refused() -> None:

@@ -48,6 +48,7 @@ class Sequence:
     first: str  # the module at whose input the stream is cut
     last: str  # the module at whose output it is made whole; "" where a copy of the plan does it
     again: bool
+    routed: bool = False  # experts get no gradient, not even 0, on a rank without tokens: its sums would be out of step
     always: bool = False  # also where no gradient is wanted: for the run on meta tensors
     sizes: list[int] = field(default_factory=list)
     _known: list[_Gathered] = field(default_factory=list)
@@ -65,6 +66,9 @@ class Sequence:
         if not self.active:
             return x
         self.sizes = [stop - start for start, stop in balance(x.shape[DIM], self.group.size)]
+        if self.routed and min(self.sizes) == 0:
+            what = f"a sequence of {sum(self.sizes)} positions leaves one of {self.group.size} ranks without any, and experts need some"
+            raise UserError(what, works=f"at least {self.group.size} positions")
         return regions.scatter_to(x, self.group, f"{self.first}.input.sequence", DIM, self.sizes)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
@@ -179,7 +183,8 @@ def make(model: nn.Module, plan: Plan, group: Group, mode: Mode) -> Sequence | N
     if not inside or not plan.attention or len({r.shape for r in inside}) > 1:
         raise UserError("sequence parallelism needs blocks whose attention and MLP are split", name, works)
     last = "" if after else blocks[-1]
-    return Sequence(group, frozenset(inside | set(after)), blocks[0], last, mode == "again")
+    routed = getattr(model, "_can_set_experts_implementation", lambda: False)()
+    return Sequence(group, frozenset(inside | set(after)), blocks[0], last, mode == "again", routed)
 
 
 def _block(module: str) -> str | None:

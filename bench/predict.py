@@ -90,7 +90,7 @@ def _once(group: Group, model: Any, ids: torch.Tensor) -> tuple[float, float, fl
     group.counters.phase = "train_backward"
     loss.backward()
     train = time.perf_counter() - start
-    model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=False)  # fresh memory for gradients would be timed as page faults
     return decode, prefill, train
 
 

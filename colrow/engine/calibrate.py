@@ -41,7 +41,8 @@ class Measured:
 
 def measure(group: Group, dtype: torch.dtype = torch.float32, seconds: float = 1.0) -> Measured:
     """Takes about five times `seconds`. A collective of all ranks."""
-    return Measured(*(part(group, dtype, seconds) for part in (_read, _flops, _per_op)), *_exchange(group, seconds))
+    read, flops, per_op = (part(group, dtype, seconds) for part in (_read, _flops, _per_op))
+    return Measured(read, flops, per_op, *_exchange(group, seconds))
 
 
 def _timed(group: Group, run: Callable[[], object], seconds: float) -> float:

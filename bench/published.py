@@ -27,6 +27,9 @@ class Case:
 CASES = [
     *(Case("llama-3-8b", device, ranks) for device in ("a100", "h100") for ranks in (1, 2, 4, 8)),
     *(Case("llama-3-70b", device, ranks) for device in ("a100", "h100") for ranks in (2, 4, 8)),
+    Case("llama-2-7b", "a100", 1, 64),
+    Case("llama-2-13b", "a100", 1, 64),
+    Case("llama-2-70b", "a100", 4, 64),
 ]
 
 PUBLISHED: dict[Case, tuple[float, str]] = {}  # milliseconds a token, source

@@ -12,7 +12,9 @@ from colrow.cli.plan import sampling
 from colrow.planning import links
 from colrow.planning.derive import derive
 from colrow.planning.study import Question, Study
-from colrow.report import diagram, html
+from colrow.proof.compare import Comparison, Item
+from colrow.proof.report import Report
+from colrow.report import diagram, html, verification
 from colrow.report.page import page
 
 from . import tiny
@@ -96,3 +98,16 @@ def test_the_diagram_follows_the_plan() -> None:
 def test_numbers_for_people() -> None:
     assert [html.size(n) for n in (12, 16_384, 35.3e9)] == ["12 B", "16.4 kB", "35.3 GB"]
     assert [html.duration(s) for s in (2.5, 0.0123, 4.2e-6)] == ["2.5 s", "12.3 ms", "4.2 µs"]
+
+
+def test_the_page_of_a_proof() -> None:
+    good = Item("logits", "prefill", 1e-15, 1e-10)
+    bad = Item("gradients", "model.layers.1.<x>.weight", 0.5, 1e-10, detail="half of it")
+    equal = verification.page(Report("a model on 2 ranks", Comparison((good,)), ""))
+    well_formed("<svg></svg>" + equal)
+    assert "<h1>equal</h1>" in equal
+    assert "1.0e-15" in equal
+    different = verification.page(Report("a model on 2 ranks", Comparison((good, bad)), "first in layer 1", ("note",)))
+    assert "different: first in layer 1" in different
+    assert "model.layers.1.&lt;x&gt;.weight" in different
+    assert "0 of 1" in different

@@ -103,6 +103,7 @@ def verify(
     train: Annotated[bool, typer.Option("--train/--no-train", help="Also loss, gradients and optimizer steps.")] = True,
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
     backend: Backend = "auto",
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write every difference, module by module, as one page.")] = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Prove that the split model equals the whole one, forward and backward. Exits with 0 only if it does.
@@ -115,7 +116,7 @@ def verify(
         from . import verify as command
 
     what = {"small": small, "stream": stream, "train": train, "backend": backend}
-    raise typer.Exit(command.show(files, ranks, shares, given, check_dtype(dtype), what))
+    raise typer.Exit(command.show(files, ranks, shares, given, check_dtype(dtype), what, html_file))
 
 
 @app.command()

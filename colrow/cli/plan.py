@@ -11,7 +11,6 @@ from ..api import plan as make_plan
 from ..api import the_dtype
 from ..engine import exchange
 from ..engine.settings import Sampling
-from ..errors import UserError
 from ..planning import cost, memory, price, verdict
 from ..planning.links import Machine
 from ..planning.plan import Plan
@@ -19,7 +18,7 @@ from ..planning.study import Question, Study
 from ..planning.study import Sampling as Sampler
 from ..planning.why import runs
 from .options import Asked
-from .screen import note, say
+from .screen import say, write
 from .units import nbytes
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def make(config: PreTrainedConfig, ranks: int, split: Sequence[float], given: Pl
     """The plan, derived or given, and written where that is wanted."""
     plan = given or make_plan(config, ranks, split)
     if json_file is not None:
-        _write(json_file, plan.to_json() + "\n", "--json plan.json")
+        write(json_file, plan.to_json() + "\n", "--json plan.json")
     return plan
 
 
@@ -53,15 +52,7 @@ def show(name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: M
     if html_file is not None:
         from ..report.page import page
 
-        _write(html_file, page(name, study), "--html plan.html")
-
-
-def _write(path: Path, text: str, works: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError("the plan cannot be written", f"{path}: {error.strerror}", works) from error
-    note(f"written: {path}")
+        write(html_file, page(name, study), "--html plan.html")
 
 
 def _kept(config: PreTrainedConfig, plan: Plan, asked: Asked, dtype: torch.dtype) -> list[int]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UserError
 from .units import nbytes
 
 if TYPE_CHECKING:
@@ -94,3 +96,12 @@ def account_lines(account: Account) -> Iterable[str]:
 
 def _line(subject: str, text: str) -> str:
     return f"{subject:12} {text}"
+
+
+def write(path: Path, text: str, works: str) -> None:
+    """Writes a file that the user asked for and says so. UserError, with `works` as an option that would do, where it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError("the file cannot be written", f"{path}: {error.strerror}", works) from error
+    note(f"written: {path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..api import the_dtype
@@ -12,10 +13,12 @@ from ..comm import launch
 from ..planning.plan import Plan
 from ..proof.verify import verify
 from .options import check_room
-from .screen import Screen, say
+from .screen import Screen, say, write
 
 
-def show(files: ModelFiles, ranks: int, split: Sequence[float], plan: Plan | None, dtype: str, what: dict[str, Any]) -> int:
+def show(
+    files: ModelFiles, ranks: int, split: Sequence[float], plan: Plan | None, dtype: str, what: dict[str, Any], html: Path | None = None
+) -> int:
     """The exit code: 0 if the two models are equal. `what`: small, stream, train, backend."""
     if what["backend"] != "threads" and not launch.under_torchrun():
         check_room(ranks)
@@ -24,4 +27,8 @@ def show(files: ModelFiles, ranks: int, split: Sequence[float], plan: Plan | Non
     with Screen() as screen:
         report = verify(files, ranks, tuple(split) or None, the_dtype(dtype), plan=plan, progress=screen.show, **what)
     say(report.text(color=sys.stdout.isatty()), end="")
+    if html is not None:
+        from ..report.verification import page
+
+        write(html, page(report), "--html proof.html")
     return report.exit_code

@@ -1,4 +1,4 @@
-"""The proof's report as a page: what was compared, each item's difference against what is allowed, module by module, in the planner's style."""
+"""The proof's report as a page: each item's difference against what is allowed, module by module, in the planner's style."""
 
 from __future__ import annotations
 

@@ -238,3 +238,37 @@ def test_sampled_ids_are_the_same_at_any_degree(seed: int) -> None:
     assert len(expected[1][0]) == 50
     for ranks in (2, 3):
         assert answers(run_threads(serve, ranks, whole, at_once(requests))[0]) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "sliding"])
+def test_fast_decodes_rows_together_and_chooses_the_same_tokens(family: str) -> None:
+    """Float64, so that rounding decides nothing; requests join and leave, and outgrow their batch. Left padding: report O-36 f."""
+    if family == "sliding":
+        from transformers import MistralConfig
+
+        whole = tiny.whole(MistralConfig(**{**tiny.GROUPED, **CONFIG, "sliding_window": 8}), attention="sdpa")
+    else:
+        whole = model(torch.float64, family)
+    alone = {}
+    for request in REQUESTS:
+        alone |= answers(serve(single(), whole, at_once([request])))
+    draw = random.Random(2)
+    for _ in range(3):
+        order, starts = draw.sample(REQUESTS, len(REQUESTS)), sorted(draw.randrange(25) for _ in REQUESTS)
+
+        def script(batch: Batch, step: int, outputs: list[Output], plan: Any = (order, starts)) -> bool:
+            for request, start in zip(*plan, strict=True):
+                if start == step:
+                    batch.add(request)
+            return batch.idle and step > max(plan[1])
+
+        assert answers(serve(single(), whole, script, cache_tokens=150, fast=True)) == alone
+    calls = {}
+
+    def rank(group: Group, fast: bool) -> list[Output]:
+        outputs = serve(group, whole, at_once(REQUESTS), fast=fast)
+        calls[fast] = group.counters.total(phase="decode").calls
+        return outputs
+
+    assert answers(run_threads(rank, 2, True)[0]) == answers(run_threads(rank, 2, False)[0]) == alone
+    assert (calls[True] < 0.8 * calls[False]) is (family != "sliding")

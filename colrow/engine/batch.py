@@ -5,7 +5,7 @@
     while batch.step(outputs.extend): ...               # every rank, until rank 0 calls close()
 
 Each sequence has its own cache and goes through the model by itself, so its arithmetic, and with it its greedy tokens, are bit-equal alone
-and in any company. The price is that weights are read once for each sequence of a step, not once a step.
+and in any company. The price is that weights are read once for each sequence of a step; `fast` makes it once a step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """
@@ -13,7 +13,6 @@ Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,26 +25,19 @@ from .forward import Forward, vocabulary
 from .mixed import NOT_FINITE, Mixed, Row, logprobs
 from .request import Output, Request, Run, Step, TokenLogprob
 from .scheduler import Chosen, Scheduler
+from .together import Held, Together
 
 STEP = "engine.step"
-
-
-@dataclass
-class _Held:
-    """What every rank keeps of a running request."""
-
-    request: Request
-    past: Any = None
-    new: int = 0
 
 
 class Batch:
     """`engine`: a split model with its tokenizer. `options` are the scheduler's (chunk, max_running, clock)."""
 
-    def __init__(self, engine: Engine, cache_tokens: int, **options: Any) -> None:
+    def __init__(self, engine: Engine, cache_tokens: int, fast: bool = False, **options: Any) -> None:
         self.group: Group = engine.group
         self._forward, self._mixed = Forward(engine.model), Mixed(engine.group, vocabulary(engine.model))
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
+        self._together = Together(self._forward) if fast else None
         self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
         def text(request: Request) -> RowText:
@@ -84,7 +76,7 @@ class Batch:
         for id in step.dropped:
             self._held.pop(id, None)
         for request in step.added:
-            self._held[request.id] = _Held(request)
+            self._held[request.id] = Held(request)
         chosen = self._run(step.runs)
         if self.group.rank == 0:
             tell(self._on_rank_0.advance(step, chosen))
@@ -94,12 +86,17 @@ class Batch:
         """Rank 0's choices, one for each run."""
         rows: list[Row] = []
         prompts: dict[int, tuple[TokenLogprob, ...] | None] = {}
+        ready = self._decode_together(runs)
         for run in runs:
             held = self._held[run.id]
             self.decoded += held.new > 0
-            self.group.counters.phase = "decode" if held.new else "prefill"
-            ids = torch.tensor([run.tokens], device=self.group.device)
-            logits, held.past = self._forward(ids, None, held.past, every=run.every)
+            if run.id in ready:
+                logits = ready[run.id][None]
+            else:
+                self.group.counters.phase = "decode" if held.new else "prefill"
+                ids = torch.tensor([run.tokens], device=self.group.device)
+                logits, held.past = self._forward(ids, None, held.past, every=run.every)
+            held.length += len(run.tokens)
             if run.every:
                 prompts[run.id] = self._prompt_logprobs(run, held.request, logits[0])
                 logits = logits[:, -1]
@@ -116,6 +113,13 @@ class Batch:
             error = NOT_FINITE if prompt is None else choice.error
             out.append(Chosen(choice.token, choice.logprob, prompt or (), error))
         return out
+
+    def _decode_together(self, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
+        """The scores of the sequences that are decoded as rows of a batch; none unless `fast`."""
+        if self._together is None:
+            return {}
+        self.group.counters.phase = "decode"
+        return self._together.decode({run.id: run.tokens[0] for run in runs if self._held[run.id].new}, self._held)
 
     def _prompt_logprobs(self, run: Run, request: Request, logits: torch.Tensor) -> tuple[TokenLogprob, ...] | None:
         """Of the prompt's tokens that this chunk's scores are about; None where those are not finite. A collective."""

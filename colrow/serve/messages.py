@@ -12,7 +12,8 @@ from dataclasses import dataclass
 class Limits:
     """`cache_bytes`: of all caches of one rank together, None for two fifths of the memory that is free on the host after loading, shared
     by its ranks. `chunk`: prompt tokens a step. `queue`: requests that may wait. `seconds`: how long a request may take, waiting included.
-    `body`: bytes of a request. `drain`: seconds in which running requests may end after SIGTERM."""
+    `body`: bytes of a request. `drain`: seconds in which running requests may end after SIGTERM. `fast`: decode
+    sequences as rows of one batch (engine/together.py)."""
 
     cache_bytes: int | None = None
     chunk: int = 256
@@ -20,6 +21,7 @@ class Limits:
     queue: int = 2048
     seconds: float = 600.0
     body: int = 8 << 20
+    fast: bool = False
     drain: float = 30.0
 
 

@@ -29,7 +29,7 @@ def work(group: Group, engine: Engine, limits: Limits, where: Where) -> Iterator
     cache_tokens = _cache_tokens(engine, limits)
     mine = (os.getpid(), sum(p.numel() * p.element_size() for p in engine.model.parameters()), cache_tokens)
     pids, parameters, tokens = zip(*gather_objects(mine, group, "serve.ready"), strict=True)
-    batch = Batch(engine, min(tokens), chunk=limits.chunk, max_running=limits.running)
+    batch = Batch(engine, min(tokens), fast=limits.fast, chunk=limits.chunk, max_running=limits.running)
     inbox = Inbox(where) if group.rank == 0 else None
     vocab = engine.model.config.get_text_config().vocab_size
     yield Ready(min(engine.context or min(tokens), min(tokens)), vocab, min(tokens), pids, parameters)

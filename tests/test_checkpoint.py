@@ -299,6 +299,20 @@ class TestFind:
         with pytest.raises(UserError, match="not there"):
             found.source()
 
+    def test_planning_fetches_no_weights(self, tmp_path, monkeypatch):
+        asked = []
+
+        def download(name, local_files_only=False, allow_patterns=None, **options):
+            if local_files_only:
+                raise OSError("not in the cache")
+            asked.append(allow_patterns)
+            tiny.config("llama").save_pretrained(tmp_path)
+            return str(tmp_path)
+
+        monkeypatch.setattr(hub, "snapshot_download", download)
+        assert model_dir.find("someone/tiny", weights=False).config().num_attention_heads == 9
+        assert asked == [hub.TEXT]
+
     def test_empty_directory(self, tmp_path):
         with pytest.raises(UserError, match=r"no config\.json"):
             model_dir.find(str(tmp_path))

@@ -20,20 +20,23 @@ WEIGHTS = ("*.safetensors", "*.gguf", "*.bin")  # the first kind that the model 
 SECONDS = 10.0  # to wait for the hub to say whether it has the model
 
 
-def snapshot(name: str) -> Path:
-    """The directory of the model's files. UserError where the name is no hub name, or neither cache nor network has it.
+def snapshot(name: str, weights: bool = True) -> Path:
+    """The directory of the model's files, without `weights` of config and tokenizer alone. UserError where the name is no hub name, or neither cache nor network has it.
 
     Without a network, a cached config without weights is returned as well: planning needs no more.
     """
     if not NAME.fullmatch(name) or name.endswith(".gguf"):
         raise UserError("there is no such file or directory", name, "a directory with config.json, a .gguf file, a hub name, or demo")
     cached = _cached(name)
-    if cached and has_all_weights(cached):
+    if cached and (has_all_weights(cached) if weights else (cached / "config.json").is_file()):
         return cached
     try:
+        if not weights:
+            found = Path(snapshot_download(name, allow_patterns=TEXT, etag_timeout=SECONDS))
+            return found if (found / "config.json").is_file() else snapshot(name)  # GGUF files hold their config themselves
         files = [f.rfilename for f in HfApi().model_info(name, timeout=SECONDS).siblings or ()]
-        weights = next((p for p in WEIGHTS if any(f.endswith(p[1:]) for f in files)), WEIGHTS[0])
-        return Path(snapshot_download(name, allow_patterns=[*TEXT, weights]))
+        kind = next((p for p in WEIGHTS if any(f.endswith(p[1:]) for f in files)), WEIGHTS[0])
+        return Path(snapshot_download(name, allow_patterns=[*TEXT, kind]))
     except RepositoryNotFoundError as e:
         raise UserError(
             "no directory and no public model on the hub has this name", name, "demo, a directory, or a login for private models"

@@ -110,8 +110,8 @@ class ModelFiles:
         )
 
 
-def find(model: str, trust_remote_code: bool = False) -> ModelFiles:
-    """The files of what a user typed. UserError where there are none."""
+def find(model: str, trust_remote_code: bool = False, weights: bool = True) -> ModelFiles:
+    """The files of what a user typed; of a hub name without its `weights` where they are not wanted. UserError where there are none."""
     if model == "demo":
         return ModelFiles(model, _demo(), "gguf")
     path = Path(model).expanduser()
@@ -122,7 +122,7 @@ def find(model: str, trust_remote_code: bool = False) -> ModelFiles:
     if not path.is_dir():
         from . import hub
 
-        path = hub.snapshot(model)
+        path = hub.snapshot(model, weights)
     return _in_directory(model, path, trust_remote_code)
 
 

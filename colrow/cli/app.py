@@ -78,7 +78,7 @@ def plan(
     shares, given = read_split(split), read_plan(plan_file)
     ranks, room = degree(tp, shares, given), read_bytes(memory)
     known = shapes.known(model) and not Path(model).exists()
-    files = None if known else find(model, trust_remote_code)
+    files = None if known else find(model, trust_remote_code, weights=False)
     check_dtype(dtype)
     machine = links.machine(device, link)
     with ending_at_once():

@@ -121,7 +121,8 @@ def _limits(study: Study) -> Iterator[Say]:
         yield Say(
             "link", f"{study.machine.link.words} joins {domain} devices: tp={row.ranks} leaves that domain and meets at {link.words}."
         )
-    slower = [LINKS[name] for name in ("pcie4", "100gbe", "10gbe", "1gbe") if LINKS[name].bandwidth < link.bandwidth]
+    others = (LINKS[name] for name in ("pcie4", "100gbe", "10gbe", "1gbe"))
+    slower = [o for o in others if o.bandwidth < link.bandwidth and (not o.domain or row.ranks <= o.domain)]
     if slower and not study.machine.device.shared:
         costs = (f"{_over(study, other, t):,.3g} and {_over(study, other, row.prefill):,.0f} over {other.words}" for other in slower)
         yield Say("link", f"The same split over other links, tokens/s decoding and prefill: {'; '.join(costs)}.")
@@ -202,7 +203,7 @@ def _shape(study: Study) -> Iterator[Say]:
     if whole:
         yield Say(
             "shape",
-            f"{len(whole)} part(s) of the model stay whole on every rank: {', '.join(whole[:3])}{' ...' if len(whole) > 3 else ''}.",
+            f"Whole on every rank: {', '.join(whole[:3])}{' ...' if len(whole) > 3 else ''}.",
         )
 
 

@@ -58,7 +58,7 @@ def _kind(report: Report, kind: str) -> Safe:
         )
         for i in report.comparison.of(kind)
     ]
-    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="parameters"), class_="scroll")
+    return tag("div", tag("table", tag("thead", head), tag("tbody", *rows), class_="parameters proof"), class_="scroll")
 
 
 def _scale(item: Item) -> Safe:

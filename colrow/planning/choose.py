@@ -26,8 +26,8 @@ WORTH_OF_TABLE = 32.0
 """The same for tables that are looked up once per pass, not once per layer."""
 
 
-EXPERTS_GRAIN = 8
-"""Matrices of experts are cut at multiples of this where they can be: torch's grouped products want rows of a multiple of 16 bytes."""
+EXPERT_UNIT = 16
+"""Indices by which an axis of expert weights is cut where it can be: 16 bytes, even where an element has one."""
 
 
 @dataclass(frozen=True)
@@ -149,12 +149,12 @@ class _Chooser:
         least = 1 if candidate.heads or not self._stands_alone(first) else 0
         if least * self.ranks > first.size:
             return [], f"{first.size} indices are fewer than {self.ranks} ranks"
-        return [cut_axis(first, self.ranks, self.weights, least, EXPERTS_GRAIN if self._in_experts(first) else 1)], ""
+        return [cut_axis(first, self.ranks, self.weights, least, self._unit(first))], ""
 
-    def _in_experts(self, leaf: Node) -> bool:
-        """The leaf occurs in matrices of experts: parameters with three dims."""
-        at = (self.graph.trace.parameters[name] for name in self.graph.parameters_with[leaf])
-        return any(len(self.graph.trace.values[v].shape) > 2 for v in at)
+    def _unit(self, leaf: Node) -> int:
+        """Grouped products over experts want rows of whole 16 bytes."""
+        shapes = (self.graph.trace.values[self.graph.trace.parameters[n]].shape for n in self.graph.parameters_with[leaf])
+        return EXPERT_UNIT if any(len(s) > 2 and s[-1] > 1 for s in shapes) else 1
 
     def _trouble(self, cut: Cut, flow: Flow) -> str:
         """Why a cut cannot be made, or ""."""

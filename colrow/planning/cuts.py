@@ -42,12 +42,12 @@ def deal(units: int, ranks: int, weights: Sequence[float] | None, least: int = 0
     return tuple((a, a + n) for a, n in zip(starts, counts, strict=True))
 
 
-def cut_axis(leaf: Node, ranks: int, weights: Sequence[float] | None, least: int = 0, grain: int = 1) -> Cut:
-    """`grain`: the cuts fall on multiples of it, or of the largest power of two below it that the axis allows."""
-    while grain > 1 and (leaf.size % grain or leaf.size < grain * ranks):
-        grain //= 2
-    dealt = deal(leaf.size // grain, ranks, weights, least)
-    return Cut((leaf,), (tuple((a * grain, b * grain) for a, b in dealt),))
+def cut_axis(leaf: Node, ranks: int, weights: Sequence[float] | None, least: int = 0, unit: int = 1) -> Cut:
+    """Dealt out in units of `unit` indices, where the size is a multiple of it and every rank gets one; else in halves of it, and so on."""
+    while unit > 1 and (leaf.size % unit or leaf.size < unit * ranks):
+        unit //= 2
+    pieces = deal(leaf.size // unit, ranks, weights, least)
+    return Cut((leaf,), (tuple((a * unit, b * unit) for a, b in pieces),))
 
 
 def cut_heads(kv: Node, repeat: Node, ranks: int, weights: Sequence[float] | None) -> Cut:

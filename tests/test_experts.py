@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ import torch
 import transformers as tf
 from transformers import PreTrainedConfig
 
+from colrow.checkpoint.model_dir import find
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
-from colrow.parallel.build import parallelize
+from colrow.parallel import experts
+from colrow.parallel.build import empty, parallelize
 from colrow.parallel.collect import whole_gradients
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
@@ -24,6 +27,7 @@ from colrow.planning.replay import check
 from colrow.planning.trace import trace
 from colrow.proof.gate import GateRefused, prove
 from colrow.proof.shrink import Small
+from colrow.proof.verify import verify
 
 from . import tiny
 from .faults import plant
@@ -194,3 +198,21 @@ def test_the_implementation_that_transformers_takes_by_itself(family: str) -> No
     for found in run_threads(rank, plan.ranks):
         for name, value in expected.items():
             assert torch.allclose(found[name], value, rtol=1e-3, atol=1e-5 * value.abs().max().item()), name
+
+
+def test_experts_kept_one_by_one_in_files_are_read_by_slices(tmp_path: Path) -> None:
+    """Mixtral's files hold a tensor for each expert and each of its three matrices; the model one for all, gate and up beside each other."""
+    model = tiny.whole(config("mixtral"), torch.float32)
+    model.save_pretrained(tmp_path)
+    report = verify(find(str(tmp_path)), 3, backend="threads", train=False)
+    assert report.equal
+
+
+@pytest.mark.parametrize(("width", "chosen"), [(32, "grouped_mm"), (27, "eager")])
+def test_rows_too_odd_for_grouped_products_run_one_expert_after_the_other(width: int, chosen: str) -> None:
+    cfg = config("mixtral")
+    cfg.intermediate_size = width
+    model = empty(cfg, torch.float32)
+    assert model.config._experts_implementation == "grouped_mm"
+    experts.choose(model, derive(cfg, 2))
+    assert model.config._experts_implementation == chosen

@@ -25,7 +25,7 @@ from ..partition import Partition
 from ..planning.graph import is_table
 from ..planning.plan import Edit, Plan, Region
 from ..planning.trace import model_class
-from . import attention, borders, embedding, generate, gradients, guards, head, linear, load, once, random, save, sequence_probe
+from . import attention, borders, embedding, experts, generate, gradients, guards, head, linear, load, once, random, save, sequence_probe
 from .check import check, reduces
 from .sequence import Mode, Sequence, with_partial_gradients
 from .sequence import install as install_sequence
@@ -84,6 +84,7 @@ def _apply(model: nn.Module, plan: Plan, group: Group, cut: Sequence | None) -> 
         if region not in reduced:
             borders.install(model, state, region)
     once.install(model, plan, group)
+    experts.choose(model, plan)
     state.sums = gradients.install(model, plan, group)
     borders.forget_copies(model, state)
     if cut is not None:

@@ -58,7 +58,7 @@ def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
     if files.kind != "gguf":
         options = {"attn_implementation": "eager", "dtype": dtype, "trust_remote_code": files.trust_remote_code, "local_files_only": True}
         with quiet():
-            return model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval()
+            return simple_experts(model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval())
     with torch.device("meta"):
         model = build(config, dtype)
     model.colrow = State(_undivided(model), single())  # type: ignore[assignment]  # what the loader reads of a model

@@ -139,3 +139,13 @@ def test_weights_against_activations() -> None:
     token = cost.total(step).sent / 1024
     # an all-reduce sends twice what a gather of the same bytes does, so traffic is compared, not logical bytes
     assert f"about {round(moved.sent / token, -3):,.0f} tokens a step" in TEXT
+
+
+def test_the_planners_page_says_what_the_planner_says() -> None:
+    from bench.published import CASES, PUBLISHED, predicted
+
+    text = (Path(__file__).parents[1] / "docs" / "planner.md").read_text(encoding="utf-8")
+    for case in CASES:
+        if case in PUBLISHED:
+            ours, (theirs, _) = predicted(case), PUBLISHED[case]
+            assert f"| {case.ranks} | {ours:.2f} | {theirs:.2f} | {100 * (ours / theirs - 1):+.0f} % |" in text

@@ -21,7 +21,8 @@ SECONDS = 10.0  # to wait for the hub to say whether it has the model
 
 
 def snapshot(name: str, weights: bool = True) -> Path:
-    """The directory of the model's files, without `weights` of config and tokenizer alone. UserError where the name is no hub name, or neither cache nor network has it.
+    """The directory of the model's files; without `weights`, of config and tokenizer alone. UserError where the name is no hub name, or
+    neither cache nor network has it.
 
     Without a network, a cached config without weights is returned as well: planning needs no more.
     """

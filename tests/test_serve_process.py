@@ -68,8 +68,9 @@ class Running:
 
 
 @contextmanager
-def serving(model: str) -> Iterator[Running]:
+def serving(model: str, *options: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "colrow", "serve", model, "--tp", "2", "--port", "0", "--cache", "200MB", "--dtype", "float32"]
+    command += options
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     found = Running(process, 0)
 
@@ -158,6 +159,21 @@ def test_a_rank_that_is_killed_ends_the_server_and_every_request_hears_of_it(bus
         assert gone(server.ranks)
     (line,) = [line for line in server.lines if "failed" in line]
     assert f"rank {rank} was killed by SIGKILL" in line
+
+
+def test_restart_serves_again_on_the_same_port(model: str) -> None:
+    with serving(model, "--restart") as server:
+        first = list(server.ranks)
+        psutil.Process(first[1]).kill()
+        until = time.monotonic() + 90
+        while sum("http://" in line for line in server.lines) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        response = server.post(max_tokens=12)
+        assert json.loads(response.read())["choices"][0]["text"] == alone(whole(), "Hello", 12)
+        assert gone(first)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert gone(server.ranks)
 
 
 def test_a_port_that_is_taken_is_said_before_anything_is_started(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -272,6 +272,7 @@ def serve(
     cache: Annotated[str, typer.Option(help="Memory of a rank for KV caches, such as 2GB.", show_default="a share of what is free")] = "",
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are refused (429).")] = 2048,
+    restart: Annotated[bool, typer.Option("--restart", help="Start new ranks when one is lost, instead of ending with an error.")] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Decode requests together; company may change a token's rounding.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take, waiting included.")] = 600.0,
     drain: Annotated[float, typer.Option(min=1, help="Seconds in which requests may end after SIGTERM.")] = 30.0,
@@ -294,7 +295,7 @@ def serve(
 
     limits = Limits(int(read_bytes(cache)) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast)
     opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
-    raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key))
+    raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from ..comm import launch
@@ -14,15 +15,31 @@ from .units import nbytes
 IMPORTS = ("colrow.cli.serving", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")
 
 
-def serve(ranks: int, backend: str, opening: Opening, limits: Any, host: str, port: int, api_key: str | None) -> int:
-    """Serves until it is told to end; the exit code: 0, or 1 when the ranks were lost. UserError where the port is taken, before anything
-    is started."""
+def serve(
+    ranks: int, backend: str, opening: Opening, limits: Any, host: str, port: int, api_key: str | None = None, restart: bool = False
+) -> int:
+    """Serves until it is told to end; the exit code: 0, or that of the error that the ranks were lost by. With `restart` they are started
+    again then, if they have served before. UserError where the port is taken, before anything is started."""
     if launch.under_torchrun():
         raise UserError("serve starts its ranks itself", works="colrow serve MODEL --tp 2")
     server = _server()
     where = server.listening(host, port)
+    port = where.getsockname()[1]
+    while True:
+        code, served = _once(server, where, ranks, backend, opening, limits, api_key)
+        if code == 0 or not (restart and served):
+            return code
+        note(f"{'restart':12} new ranks; port {port} answers again in a moment")
+        where, opening = server.listening(host, port), replace(opening, started=time.time())
+
+
+def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, limits: Any, api_key: str | None) -> tuple[int, bool]:
+    """The exit code of one life of the ranks, and whether they came to serve."""
     from ..comm.ranks import Ranks
     from ..serve.messages import Ready
+
+    host, port = where.getsockname()[:2]
+    served = False
 
     with Screen() as screen:
 
@@ -34,13 +51,15 @@ def serve(ranks: int, backend: str, opening: Opening, limits: Any, host: str, po
                 note(f"{'gate':12} {str(item).removeprefix('gate: ')}")
 
         def ready(about: Ready) -> None:
+            nonlocal served
+            served = True
             screen.clear()
             for rank, size in enumerate(about.parameters):
                 note(f"{'memory' if rank == 0 else '':12} rank {rank}: {nbytes(size)} parameters (process {about.pids[rank]})")
             note(f"{'cache':12} {about.cache_tokens} positions; at most {about.context} tokens a request")
             address = f"[{host}]" if ":" in host else host
             seconds = time.time() - opening.started
-            note(f"{'ready':12} {opening.files.name} at http://{address}:{where.getsockname()[1]}/ after {seconds:.1f} s")
+            note(f"{'ready':12} {opening.files.name} at http://{address}:{port}/ after {seconds:.1f} s")
 
         def failed(error: BaseException) -> None:
             screen.clear()
@@ -62,7 +81,7 @@ def serve(ranks: int, backend: str, opening: Opening, limits: Any, host: str, po
                 failed,
             )
             started.close(now=lost is not None)
-    return getattr(lost, "exit_code", 1) if lost is not None else 0
+    return (getattr(lost, "exit_code", 1) if lost is not None else 0), served
 
 
 def _server() -> Any:

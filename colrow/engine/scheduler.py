@@ -162,7 +162,8 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, end: int) -> Run:
         prompt, request = len(sequence.request.ids), sequence.request
-        tokens = tuple(sequence.tokens[sequence.cached : end])
+        decodes = end == sequence.cached + 1 and sequence.new  # then its tokens need not be put together
+        tokens = (sequence.new[-1],) if decodes else tuple(sequence.tokens[sequence.cached : end])
         return Run(
             request.id,
             tokens,

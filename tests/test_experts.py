@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from colrow.checkpoint.model_dir import find
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
+from colrow.errors import UserError
 from colrow.parallel import experts
 from colrow.parallel.build import empty, parallelize
 from colrow.parallel.collect import whole_gradients
@@ -36,6 +37,7 @@ TOKENS: dict[str, Any] = {"vocab_size": 101, "pad_token_id": 0, "bos_token_id": 
 SIZES: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 27, "num_hidden_layers": 2, "max_position_embeddings": 64, **TOKENS}
 HEADS: dict[str, Any] = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8}
 
+GROUPED: dict[str, Any] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 LATENT: dict[str, Any] = {
     "num_attention_heads": 5,
     "num_key_value_heads": 5,
@@ -63,6 +65,22 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         shared_expert_intermediate_size=25,
     ),
     "gpt-oss": lambda: tf.GptOssConfig(**SIZES, **HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=4),
+    "phimoe": lambda: tf.PhimoeConfig(**{**SIZES, **GROUPED}, num_local_experts=4),
+    "granitemoe": lambda: tf.GraniteMoeConfig(**{**SIZES, **GROUPED}, num_local_experts=4, num_experts_per_tok=2),
+    "llama4": lambda: tf.Llama4TextConfig(
+        **SIZES, **HEADS, intermediate_size_mlp=29, num_local_experts=4, num_experts_per_tok=1, attention_chunk_size=16
+    ),
+    "glm4-moe": lambda: tf.Glm4MoeConfig(
+        **SIZES,
+        **HEADS,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=21,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
     "deepseek-v2": lambda: tf.DeepseekV2Config(**SIZES, **LATENT, topk_method="greedy", first_k_dense_replace=1),
     "deepseek-v3": lambda: tf.DeepseekV3Config(**SIZES, **LATENT, n_group=2, topk_group=1, first_k_dense_replace=1),
     "deepseek-v3-plain-queries": lambda: tf.DeepseekV3Config(**SIZES, **{**LATENT, "q_lora_rank": None}, n_group=2, topk_group=1),
@@ -216,3 +234,44 @@ def test_rows_too_odd_for_grouped_products_run_one_expert_after_the_other(width:
     assert model.config._experts_implementation == "grouped_mm"
     experts.choose(model, derive(cfg, 2))
     assert model.config._experts_implementation == chosen
+
+
+def test_deepseek_v3_at_its_real_size() -> None:
+    """671 billion parameters, planned without one of them: two all-reduces a layer and one for the embedding."""
+    plan = derive(tf.DeepseekV3Config(), 8)
+    assert sum(prod(t.shape) for t in plan.tensors.values()) > 670e9
+    assert share(plan) > 0.998
+    assert sum(r.op == "reduce" for r in plan.regions) == 1 + 2 * 61
+
+
+def test_a_balance_loss_in_the_config_is_planned_for() -> None:
+    """The router's output then has whole uses too: f stands behind it, and its gradient is whole."""
+    found, expected = with_balance(asked=None, planned=True)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4, atol=1e-6 * value.abs().max().item()), name
+
+
+def test_a_balance_loss_that_was_not_planned_for_is_refused() -> None:
+    with pytest.raises(UserError, match="balance loss"):
+        with_balance(asked=True, planned=False)
+
+
+def with_balance(asked: bool | None, planned: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients of rank 0 and of the whole model, with the balance loss asked for at the call or in the config."""
+    cfg = config("mixtral")
+    cfg.output_router_logits, cfg.router_aux_loss_coef = planned, 0.5
+    plan = derive(cfg, 2)
+    model, ids = tiny.whole(cfg), tiny.ids(cfg)
+    model.set_experts_implementation("eager")
+    copies = [copy.deepcopy(model) for _ in range(2)]
+
+    def train(model: torch.nn.Module) -> None:
+        model(ids, labels=ids, **({} if asked is None else {"output_router_logits": asked})).loss.backward()
+
+    def rank(group: Group) -> dict[str, torch.Tensor]:
+        split = parallelize(copies[group.rank], plan, group)
+        train(split)
+        return whole_gradients(split)
+
+    train(model)
+    return run_threads(rank, 2)[0], {n: p.grad for n, p in model.named_parameters()}

@@ -2,6 +2,8 @@
 
 * Parameters that were added after the split (adapters). The plan does not know them: beside a cut layer their gradients are parts on each
   rank, which nobody would sum, and each rank would have drawn other first values.
+* A balance loss over experts that the plan was not made for: the router's gradient is then a part on each rank and is summed, but its share
+  from this loss is whole on every rank and would count once per rank. A plan made with `output_router_logits` in the config sums earlier.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from torch import nn
 from ..errors import UserError
 from .state import State
 
+BALANCE = "output_router_logits"  # of transformers' configs and forwards: adds the balance loss too
+
 
 def install(model: nn.Module, state: State) -> None:
     """Asked at each forward pass of the model that may be trained on: rates are set, and adapters added, after building."""
@@ -22,11 +26,19 @@ def install(model: nn.Module, state: State) -> None:
 
     known = {name for name, _ in state.plan.names()}
 
-    def before(module: nn.Module, _: Any) -> None:
+    parts = any(entry.grad == "partial" for entry in state.plan.tensors.values())
+    planned = bool(getattr(model.config, BALANCE, False))
+
+    def before(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
+        asked = kwargs.get(BALANCE)
+        if parts and not planned and bool(getattr(module.config, BALANCE, False) if asked is None else asked):
+            raise UserError(
+                "the plan was made without the experts' balance loss", f"{BALANCE}=True", f"{BALANCE}=True in the config it is made of"
+            )
         if added := [name for name, p in module.named_parameters() if p.requires_grad and name not in known]:
             what = "a parameter was added after the split: its gradient may be a part on each rank"
             raise UserError(what, added[0], "adapters that are merged or frozen")
 
-    model.register_forward_pre_hook(before)
+    model.register_forward_pre_hook(before, with_kwargs=True)

@@ -17,6 +17,25 @@ EVEN: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 6, "n
 WIDE: dict[str, Any] = {**SIZES, "hidden_size": 45, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 PLAIN: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 6}
 WINDOW = 4
+EXPERTS: tuple[dict[str, Any], ...] = (
+    {"num_local_experts": 4, "num_experts_per_tok": 2},
+    {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 21},
+)
+LATENT: dict[str, Any] = {
+    **PLAIN,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 21,
+}
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: tf.MistralConfig(**GROUPED, sliding_window=WINDOW),
@@ -50,4 +69,34 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "olmo": lambda: tf.OlmoConfig(**EVEN, clip_qkv=0.7),
     "starcoder2": lambda: tf.Starcoder2Config(**EVEN),
     "bert": lambda: tf.BertConfig(**PLAIN),
+    "mixtral": lambda: tf.MixtralConfig(**EVEN, **EXPERTS[0]),
+    "qwen2-moe": lambda: tf.Qwen2MoeConfig(**EVEN, **EXPERTS[1], shared_expert_intermediate_size=27),
+    "qwen3-moe": lambda: tf.Qwen3MoeConfig(**EVEN, head_dim=8, **EXPERTS[1]),
+    "deepseek-v2": lambda: tf.DeepseekV2Config(**LATENT, q_lora_rank=None),
+    "deepseek-v3": lambda: tf.DeepseekV3Config(**LATENT, q_lora_rank=16),
+    "mamba2": lambda: tf.Mamba2Config(
+        **TOKENS, hidden_size=32, expand=2, head_dim=8, num_heads=8, state_size=8, n_groups=2, num_hidden_layers=2
+    ),
+    "gpt-oss": lambda: tf.GptOssConfig(
+        **EVEN, head_dim=8, **EXPERTS[0], sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "bloom": lambda: tf.BloomConfig(**TOKENS, hidden_size=48, n_head=6, n_layer=2),
+    "mpt": lambda: tf.MptConfig(**TOKENS, d_model=48, n_heads=6, n_layers=2, max_seq_len=64),
+    "falcon-7b": lambda: tf.FalconConfig(
+        **TOKENS, multi_query=True, new_decoder_architecture=False, hidden_size=56, num_attention_heads=7, num_hidden_layers=2
+    ),
+    "falcon-rw": lambda: tf.FalconConfig(
+        **TOKENS,
+        alibi=True,
+        multi_query=False,
+        new_decoder_architecture=False,
+        parallel_attn=False,
+        bias=True,
+        hidden_size=48,
+        num_attention_heads=6,
+        num_hidden_layers=2,
+    ),
+    "falcon-40b": lambda: tf.FalconConfig(
+        **TOKENS, new_decoder_architecture=True, hidden_size=64, num_attention_heads=8, num_kv_heads=2, num_hidden_layers=2
+    ),
 }

@@ -16,12 +16,14 @@ import torch
 
 from colrow.comm import regions
 from colrow.comm.group import Group
-from colrow.parallel import gradients, linear
+from colrow.parallel import borders, gradients, linear
+from colrow.partition import Partition
 from colrow.planning.plan import Attention
 
 FORWARD = ("drop g", "bias on every rank", "rotated head map")  # logits differ
 BACKWARD = ("drop f", "drop the sum of copied heads")  # logits are right, gradients are not
 FAULTS = (*FORWARD, *BACKWARD)
+OF_OTHERS = ("rotated slices",)  # not to be had with Llama's plan
 
 
 @contextmanager
@@ -35,6 +37,7 @@ def plant(fault: str, at: str = "") -> Iterator[None]:
         "drop f": (regions, "copy_to", _without_one(regions.copy_to, at)),
         "bias on every rank": (linear, "_sum_then_bias", _bias_then_sum),
         "rotated head map": (Attention, "local_map", _rotated(Attention.local_map)),
+        "rotated slices": (borders, "own_part", _of_the_next_rank(borders.own_part)),
         "drop the sum of copied heads": (gradients, "stretches", lambda partition, group: ()),
     }
     target, name, broken = place[fault]
@@ -58,6 +61,13 @@ def _bias_then_sum(partial: torch.Tensor, bias: torch.Tensor | None, group: Grou
     if bias is not None:
         partial = partial + bias
     return regions.reduce_from(partial, group, name or "")
+
+
+def _of_the_next_rank(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def own_part(partition: Partition, rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
+        return original(partition, (rank + 1) % partition.ranks, name, x)
+
+    return own_part
 
 
 def _rotated(original: Callable[..., tuple[int, ...]]) -> Callable[..., tuple[int, ...]]:

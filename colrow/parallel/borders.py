@@ -9,6 +9,7 @@ A hook on an input uses the model's memory of copies: modules that are given the
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,8 @@ from torch import nn
 
 from ..comm import regions
 from ..comm.group import Group
+from ..errors import UserError
+from ..partition import Partition
 from ..planning.plan import Region
 from .state import State, is_head
 
@@ -58,12 +61,26 @@ def _change(state: State, region: Region) -> Change:
         return lambda x: regions.copy_to(x, group, name)
     if region.op == "reduce":
         return lambda x: regions.reduce_from(x, group, name)
-    assert region.partition is not None  # a gather: check.py has seen to it
+    assert region.partition is not None  # a gather or a slice: check.py has seen to it
+    if region.op == "slice":
+        return functools.partial(own_part, region.partition, group.rank, name)
     assert region.partition.dim is not None
     dim, sizes = region.partition.dim, [region.partition.local_size(rank) for rank in range(group.size)]
     if is_head(region):
         return lambda x: x if state.sharded_logits else regions.gather_from(x, group, name, _last(x, dim), sizes)
     return lambda x: regions.gather_from(x, group, name, _last(x, dim), sizes)
+
+
+def own_part(partition: Partition, rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
+    """The rank's part of each stretch of `partition.size` along the dim. UserError where the dim does not consist of such stretches."""
+    assert partition.dim is not None
+    dim = _last(x, partition.dim)
+    if x.shape[dim] == 1 < partition.size:
+        return x  # the same for all
+    if x.shape[dim] % partition.size:
+        raise UserError(f"{name} does not consist of stretches of {partition.size}", tuple(x.shape), "a dim that is a multiple of it")
+    stretches = x.unflatten(dim, (-1, partition.size))
+    return Partition(dim + 1, partition.pieces).split(stretches, rank).flatten(dim, dim + 1)
 
 
 def _last(x: torch.Tensor, dim: int) -> int:

@@ -33,10 +33,10 @@ from .sequence import make as make_sequence
 from .state import State
 
 
-def empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole model without memory: every parameter and buffer is on the meta device."""
+def empty(config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
+    """The whole model without memory: every parameter and buffer is on the meta device. `attention`: transformers' default, or this."""
     with load.BUILDING, torch.device("meta"):
-        return model_class(config).from_config(copy.deepcopy(config), dtype=dtype)
+        return model_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
 
 
 def parallelize(model: nn.Module, plan: Plan, group: Group, sequence: Mode = "off") -> nn.Module:

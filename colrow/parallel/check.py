@@ -128,8 +128,10 @@ def _module(model: nn.Module, name: str, what: str) -> nn.Module:
 
 def _check_region(model: nn.Module, plan: Plan, region: Region) -> None:
     module = _module(model, region.module, "a region")
-    if region.op not in ("copy", "reduce", "gather") or region.place not in ("input", "output"):
-        raise UserError(f"the region {region.name} cannot be carried out", f"{region.op} at the {region.place}", "copy, reduce or gather")
+    if region.op not in ("copy", "reduce", "gather", "slice") or region.place not in ("input", "output"):
+        raise UserError(
+            f"the region {region.name} cannot be carried out", f"{region.op} at the {region.place}", "copy, reduce, gather or slice"
+        )
     members = [rank for ranks in region.ranks for rank in ranks]
     if members and sorted(members) != list(range(plan.ranks)):
         raise UserError(f"the groups of region {region.name} must hold each rank once", region.ranks, f"ranks 0 to {plan.ranks - 1}")
@@ -137,6 +139,8 @@ def _check_region(model: nn.Module, plan: Plan, region: Region) -> None:
         names = list(inspect.signature(module.forward).parameters)
         if region.arg not in ("", *names) and not (region.arg.isdigit() and int(region.arg) < len(names)):
             raise UserError(f"{region.module} has no input of this name", region.arg, ", ".join(names))
+    if region.op == "slice" and (region.place != "input" or region.partition is None or region.partition.dim is None):
+        raise UserError(f"the region {region.name} cannot be sliced", region.partition, "a partition, at an input")
     if region.op == "gather":
         cut = region.partition
         ends = [pieces for pieces in cut.pieces if pieces] if cut is not None else []

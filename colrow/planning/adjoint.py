@@ -209,7 +209,19 @@ class _Walk:
         if here:
             views = bool(options) and all(self._base(b.value) == self._base(value) for b in options[0])
             options.insert(0 if views else len(options), here)  # of a value and its views, the value itself
-        return min(options, key=self._price, default=None)
+        return min(options, key=self._price) if options else self._partly(value, partial, whole, best)
+
+    def _partly(
+        self, value: int, partial: list[Op], whole: list[Op], best: dict[int, frozenset[Border] | None]
+    ) -> frozenset[Border] | None:
+        """f on this value at the modules that take it, and on what its other consumers make of it (a view of it, for a third module)."""
+        entered = [op for op in partial if self._here(value, [op], whole)]
+        rest = [op for op in partial if op not in entered]
+        here = self._here(value, entered, [*whole, *rest]) if entered else None
+        parts = [best.get(o) for o in self._next(rest)]
+        if here is None or any(self.splits(op, value) for op in rest) or not all(p is not None for p in parts):
+            return None
+        return here.union(*(p for p in parts if p))
 
     def _base(self, value: int) -> int:
         """The value that this one is a view of."""

@@ -173,7 +173,7 @@ class _Chooser:
             for v in {v for leaf in cut.leaves for v in self.graph.values_with(leaf)}:
                 if not self._in_attention_only(v):
                     cuts.partition(self.graph.axes.dims[v])
-            problems = self.uses.solve(cuts)[1]
+            problems = self.uses.solve(cuts, flow)[1]
         except CutError as e:
             return str(e)
         return str(problems[0]) if problems else ""
@@ -264,7 +264,7 @@ class _Chooser:
             cuts = Cuts(self.ranks, [a.cut for a in accepted])
             flow = forward(self.graph, cuts.leaves, self.can)
             gradients = backward(self.graph, flow) if not flow.problems else Gradients()
-            edits, problems = self.uses.solve(cuts) if not flow.problems else ([], [])
+            edits, problems = self.uses.solve(cuts, flow) if not flow.problems else ([], [])
             trouble = [*flow.problems, *gradients.problems, *self._differing(flow, gradients), *problems]
             if not trouble:
                 return Choice(self.graph, cuts, flow, gradients, edits, accepted, self.rejected)

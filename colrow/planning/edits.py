@@ -17,10 +17,11 @@ from .factors import Node
 from .graph import Graph
 from .ints import Expr, attributes, evaluate
 from .plan import Edit
-from .sums import Problem
+from .sums import Flow, Problem, whole_constants
 from .trace import IntUse
 
 Attribute = tuple[str, str]
+TRIED = 1024  # values up to which every one is tried (head counts)
 
 
 class Uses:
@@ -28,6 +29,7 @@ class Uses:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.whole: set[int] = set()  # values that stay whole although they have cut axes
         self.by_leaf: dict[Node, list[IntUse]] = defaultdict(list)
         self.by_attribute: dict[Attribute, list[IntUse]] = defaultdict(list)
         inside = [(call.first, call.last) for call in graph.trace.attention]
@@ -43,23 +45,27 @@ class Uses:
             for attribute in attributes(use.expr):
                 self.by_attribute[attribute].append(use)
 
-    def solve(self, cuts: Cuts) -> tuple[list[Edit], list[Problem]]:
+    def solve(self, cuts: Cuts, flow: Flow) -> tuple[list[Edit], list[Problem]]:
         """The edits that make every int right on every rank, or the first problem."""
+        self.whole = whole_constants(self.graph, flow)
         found: dict[Attribute, tuple[int, ...]] = {}
-        for use in sorted({use for leaf in cuts.alone for use in self.by_leaf[leaf]}, key=lambda use: (use.op, use.value, use.dim)):
+        first = {use for leaf in cuts.alone for use in self.by_leaf[leaf]}
+        todo = sorted(first, key=lambda use: (use.op, use.value, use.dim))
+        for use in todo:
             if self._agrees(use, cuts, found):
                 continue
             solution = self._solve(use, cuts, found)
             if solution is None:
                 return [], [self._problem(use)]
             found.update(solution)
-        for use in (u for attribute in found for u in self.by_attribute[attribute]):
-            if not self._agrees(use, cuts, found):
-                return [], [self._problem(use)]
+            todo.extend(u for attribute in solution for u in self.by_attribute[attribute])  # which may need others to change along
         return [self._edit(attribute, values) for attribute, values in found.items()], []
 
     def _needed(self, use: IntUse, cuts: Cuts, rank: int) -> int:
-        return cuts.local(self.graph.axes.dims[use.value][use.dim], rank)
+        return self._local(use.value, use.dim, cuts, rank)
+
+    def _local(self, value: int, dim: int, cuts: Cuts, rank: int) -> int:
+        return self.graph.trace.values[value].shape[dim] if value in self.whole else cuts.local(self.graph.axes.dims[value][dim], rank)
 
     def _given(self, use: IntUse, cuts: Cuts, found: dict[Attribute, tuple[int, ...]], rank: int) -> int | None:
         whole = self.graph.trace.attributes
@@ -68,7 +74,7 @@ class Uses:
             return found[module, name][rank] if (module, name) in found else whole[module, name]
 
         def size(value: int, dim: int) -> int:
-            return cuts.local(self.graph.axes.dims[value][dim], rank)
+            return self._local(value, dim, cuts, rank)
 
         try:
             return evaluate(use.expr, attribute, size)
@@ -79,19 +85,27 @@ class Uses:
         return all(self._given(use, cuts, found, r) == self._needed(use, cuts, r) for r in range(cuts.ranks))
 
     def _solve(self, use: IntUse, cuts: Cuts, found: dict[Attribute, tuple[int, ...]]) -> dict[Attribute, tuple[int, ...]] | None:
-        """Change one attribute of the expression, in proportion to what is needed, so that all its uses agree."""
+        """Change one attribute of the expression, on every rank to what the use needs, so that all its uses agree."""
         for attribute in dict.fromkeys(attributes(use.expr)):
             if attribute in found:
                 continue
-            whole = self.graph.trace.attributes[attribute]
-            values = []
-            for rank in range(cuts.ranks):
-                given, needed = self._given(use, cuts, found, rank), self._needed(use, cuts, rank)
-                values.append(whole * needed // given if given else 0)
-            trial = found | {attribute: tuple(values)}
+            values = tuple(self._value(attribute, use, cuts, found, rank) for rank in range(cuts.ranks))
+            trial = found | {attribute: values}
             if all(self._agrees(u, cuts, trial) for u in (use, *self._alone(attribute))):
-                return {attribute: tuple(values)}
+                return {attribute: values}
         return None
+
+    def _value(self, attribute: Attribute, use: IntUse, cuts: Cuts, found: dict[Attribute, tuple[int, ...]], rank: int) -> int:
+        """What the attribute must be on the rank: in proportion, else less by what is missing, else (small ones) found by trying."""
+        whole = self.graph.trace.attributes[attribute]
+        given, needed = self._given(use, cuts, found, rank), self._needed(use, cuts, rank)
+        guesses = [whole * needed // given if given else 0, whole - (given or 0) + needed]
+        nearest = sorted(range(1, whole), key=lambda n: abs(n - whole // cuts.ranks)) if whole <= TRIED else []
+        for guess in (*guesses, *nearest):
+            trial = found | {attribute: (guess,) * cuts.ranks}
+            if guess >= 0 and self._given(use, cuts, trial, rank) == needed:
+                return guess
+        return guesses[0]
 
     def _alone(self, attribute: Attribute) -> Iterable[IntUse]:
         """Uses that depend on this attribute only, so that they tell at once whether its value is right."""

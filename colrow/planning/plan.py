@@ -25,9 +25,11 @@ Role = Literal["column", "row", "vocab", "split", "whole"]
 """column: cut along output features. row: cut along input features, its output is a partial sum. vocab: an embedding cut along its rows.
 split: any other cut tensor (per-head constants, norms over a split axis). whole: every rank holds all of it."""
 
-RegionOp = Literal["copy", "reduce", "gather", "mean_square"]
+RegionOp = Literal["copy", "reduce", "gather", "slice", "mean_square"]
 """copy: Megatron's f (identity forward, all-reduce of the gradient backward). reduce: g (all-reduce forward, identity backward).
 gather: slices put side by side along `dim` (all-gather forward, the rank's slice of the gradient backward).
+slice: of a constant that the model's code makes for all heads, the rank's own part (no communication). `partition` then cuts a dim, or
+stretches of its own size that the dim consists of (batch and heads in one dim).
 mean_square: a norm over a split axis: the sum of squares is reduced, in both directions."""
 
 VERSION = 1

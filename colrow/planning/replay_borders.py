@@ -90,7 +90,8 @@ class Borders:
         calls: dict[str, list[Call]] = {}
         for c in t.calls:
             calls.setdefault(c.module, []).append(c)
-        entries = [(region, c) for region in plan.regions for c in _calls_of(region, calls)]
+        # a slice of a constant needs nothing here: where a whole one meets slices, a rank uses its own part of it
+        entries = [(region, c) for region in plan.regions if region.op != "slice" for c in _calls_of(region, calls)]
         # where several borders fall together: what leaves a module before what enters one, inner modules first
         self.todo = sorted(entries, key=lambda e: (_at(*e), e[0].place == "input", -e[1].index))
         self.inside: list[tuple[int, int, int]] = []  # (value, first, last): these ops see the value behind an f

@@ -74,6 +74,9 @@ SAME_SHAPE = (
 """Coordinate by coordinate like the ops that torch tags as pointwise, but not tagged."""
 
 
+FOLLOWED = ("view", "_unsafe_view", "unsqueeze", "expand", "transpose", "permute", "slice")
+"""Through which axes are followed in constants too."""
+
 MISFIT = "its rule does not fit this call"
 """An op in a form that its rule was not written for counts as one without a rule. Tests see to it that none is met in known models."""
 
@@ -130,8 +133,16 @@ def _apply(axes: Axes, op: Op) -> Effect:
     values = axes.trace.values
     outputs = [o for o in op.outputs if o >= 0]
     if all(values[o].constant for o in outputs):
-        for o in outputs:
-            axes.dims[o] = axes.dims[op.mutates] if op.mutates is not None else axes.fresh(values[o].shape)
+        inputs = [axes.dims[v] for v in op.inputs()]
+        for o in outputs:  # how a constant was put together (cat, index) does not matter, how it is looked at does
+            if op.mutates is not None:
+                axes.dims[o] = axes.dims[op.mutates]
+            else:
+                axes.dims[o] = axes.fresh(values[o].shape)
+                if inputs and (torch.Tag.pointwise in op.func.tags or op.name in ("_to_copy", "clone")):
+                    axes.dims[o] = broadcast(axes, inputs, values[o].shape)
+                elif op.name in FOLLOWED:
+                    (axes.dims[o],) = RULES[op.name](axes, op, bind(op))[1]
         return Effect("constant")
     function = RULES.get(op.name)
     if function is None:
@@ -162,6 +173,12 @@ def opaque(axes: Axes, op: Op, args: Arguments, why: str = "no rule for this op"
         axes.factors.flag(d)
     outputs = [axes.fresh(axes.trace.values[o].shape, flagged=True) for o in op.outputs if o >= 0]
     return Effect("opaque", cross=every), outputs
+
+
+@rule("new_empty", "new_zeros", "new_ones", "new_full")
+def new(axes: Axes, op: Op, args: Arguments) -> tuple[Effect, list[list[Dim]]]:
+    """Memory of given sizes; nothing but the kind of number comes from the input. What is written into it says what its axes are."""
+    return Effect("nonlinear"), [axes.fresh(axes.trace.values[o].shape) for o in op.outputs if o >= 0]
 
 
 def broadcast(axes: Axes, inputs: list[list[Dim]], shape: tuple[int, ...]) -> list[Dim]:

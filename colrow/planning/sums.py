@@ -14,12 +14,17 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+import torch
+
 from .factors import Dim, Node, leaves, resolve
 from .graph import Border, Graph
 from .trace import Op
 
 COLLECTIVE = 0.5
 """Price of starting a collective, in hidden vectors per token. Without it, routers and other small things would be cut."""
+
+
+FACTORIES = ("zeros", "ones", "full", "empty")  # the same number everywhere
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Capabilities:
     reduce_anywhere: bool = False  # reductions at modules that own no cut parameter
 
 
-APPLIER = Capabilities(experts=True, own_layers=True, reduce_anywhere=True)
+APPLIER = Capabilities(experts=True, own_layers=True, constants=True, reduce_anywhere=True)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Problem:
 class Flow:
     """The state of values for one choice. `partial`: sums still to be added. `reduced`: the borders where they are. `gathered`: outputs of
     the model that every rank has a slice of. `sources`: ops that leave partial sums, with the cut leaves they sum over. `once`: parameters
-    that are added to partial sums as they are, and therefore used by one rank only."""
+    that are added to partial sums as they are, and therefore used by one rank only. `sliced`: constants of the model's code that enter a module for all heads, of which a rank needs its own."""
 
     chosen: frozenset[Node]
     partial: set[int] = field(default_factory=set)
@@ -63,6 +68,7 @@ class Flow:
     gathered: list[Border] = field(default_factory=list)
     sources: dict[int, frozenset[Node]] = field(default_factory=dict)
     once: set[str] = field(default_factory=set)
+    sliced: dict[tuple[int, str], Border] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
     def is_partial(self, value: int) -> bool:
@@ -114,7 +120,8 @@ class _Walk:
             where, _, last = name.rpartition(".")
             dims = len(self.graph.trace.values[self.graph.trace.parameters[name]].shape)
             known = self.graph.is_product(where) or self.graph.is_table(where)
-            if dims > 2 and not (self.can.experts and self.graph.is_bare(where)):
+            lends = where not in self.graph.calls_of  # the module never runs: others take its weight (the convolution of Mamba2)
+            if dims > 2 and not (self.can.experts and (self.graph.is_bare(where) or lends)):
                 text = "has three or more dims, which cannot be cut yet"
             elif dims == 2 and not known and not self.can.own_layers:
                 text = f"belongs to a {self.graph.trace.modules[where].__name__}, which cannot be cut yet"
@@ -170,12 +177,28 @@ class _Walk:
             if not graph.leaves[v] & flow.chosen:
                 continue
             value = graph.trace.values[v]
-            made = graph.producer[v]
-            plain = made is not None and graph.op(made).name in ("expand", "zeros", "ones", "full", "empty")
-            if value.constant and not plain and not self.can.constants:
+            if value.constant and not alike(self.graph, self.flow.chosen, v) and not (self.can.constants and self._sliced(v, op)):
                 self.problem(op, "takes a constant of the model's code with one entry per index of it")
                 return True
         return False
+
+    def _sliced(self, value: int, op: Op) -> bool:
+        """A constant that enters a module in which it is used on the cut axes only: a slice of it enters instead (ALiBi's slopes)."""
+        graph, at = self.graph, value
+        cut = self.flow.chosen
+        while True:
+            calls = [b for b in graph.entering[at] if graph.inside(op.index, graph.trace.calls[b.call])]
+            for border in sorted(calls, key=lambda b: -graph.trace.calls[b.call].first):
+                call = graph.trace.calls[border.call]
+                users = (graph.op(i) for i in graph.consumers[at] if graph.inside(i, call))
+                if all(any(graph.leaves[o] & cut for o in user.outputs if o >= 0) for user in users):
+                    self.flow.sliced[border.call, border.arg] = border
+                    return True
+            made = graph.producer[at]
+            sources = [v for v in graph.inputs[made] if graph.leaves[v] & cut] if made is not None else []
+            if len(sources) != 1 or not graph.trace.values[sources[0]].constant:
+                return False
+            at = sources[0]
 
     def _may_sum(self, op: Op, summed: frozenset[Node]) -> bool:
         graph = self.graph
@@ -313,3 +336,30 @@ def _mixed(dim: Dim, chosen: frozenset[Node]) -> bool:
             if any(cut) and (not all(cut) or any(_mixed([s], chosen) for s in node.segs)):
                 return True
     return False
+
+
+def alike(graph: Graph, chosen: frozenset[Node], value: int) -> bool:
+    """A constant that is the same at every index of the cut axes: made of a size, so a slice of it is made by a smaller size."""
+    if not graph.leaves[value] & chosen:
+        return True
+    made = graph.producer[value]
+    if made is None:
+        return False
+    op = graph.op(made)
+    if op.name == "expand":
+        before = graph.trace.values[graph.inputs[made][0]].shape
+        cut = [d - len(graph.axes.dims[value]) for d, dim in enumerate(graph.axes.dims[value]) if chosen.intersection(leaves(dim))]
+        return all(len(before) < -d or before[d] == 1 for d in cut)
+    return op.name in FACTORIES or (torch.Tag.pointwise in op.func.tags and all(alike(graph, chosen, v) for v in graph.inputs[made]))
+
+
+def whole_constants(graph: Graph, flow: Flow) -> set[int]:
+    """Constants with cut axes that every rank makes whole all the same: slices of them are taken where they enter a module."""
+    inside = [graph.trace.calls[call] for call, _ in flow.sliced]
+    found = {v for leaf in flow.chosen for v in graph.values_with(leaf) if graph.trace.values[v].constant} if inside else set()
+    made = {v: graph.producer[v] for v in found}
+    return {
+        v
+        for v, op in made.items()
+        if not alike(graph, flow.chosen, v) and not any(op is not None and graph.inside(op, call) for call in inside)
+    }

@@ -169,12 +169,22 @@ class _Words:
             made = self.region(first, "copy", self.why_copy(first))
             out.append((first, made))
             out.extend((b, replace(self.region(b, "copy", made.reason), shares=made.name)) for b in others)
+        for b in flow.sliced.values():
+            out.append((b, self.region(b, "slice", "a constant for all heads, of which the rank needs its own", self.stretch(b.value))))
         for b in flow.gathered:
             cut = self.choice.cuts.partition(self.graph.axes.dims[b.value])
             last = Partition((cut.dim or 0) - len(self.graph.axes.dims[b.value]), cut.pieces)  # counted from the end
             out.append((b, self.region(b, "gather", "every rank makes its own slice; whole for callers", last)))
         out.sort(key=lambda pair: (*self._position(pair[0]), pair[1].name))
         return tuple({(r.module, r.place, r.arg, r.op): r for _, r in reversed(out)}.values())[::-1]  # one for all runs of a module
+
+    def stretch(self, value: int) -> Partition:
+        """The cut of a dim from its first cut factor on: what lies before it (a batch in the same dim) repeats it."""
+        cuts, dims = self.choice.cuts, self.graph.axes.dims[value]
+        (at,) = (d for d, dim in enumerate(dims) if cuts.touches(dim))
+        nodes = resolve(dims[at])
+        first = next(i for i, node in enumerate(nodes) if cuts.touches([node]))
+        return Partition(at - len(dims), tuple(cuts.ranges(nodes[first:], rank) for rank in range(self.ranks)))
 
     def _position(self, border: Border) -> tuple[int, int]:
         call = self.trace.calls[border.call]

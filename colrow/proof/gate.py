@@ -79,7 +79,7 @@ def prove(small: Small) -> Comparison:
     name = small.plan.architecture or small.plan.model_type
     asked = questions(_vocabulary(small.config))
     try:
-        whole = whole_model.build(small.config, DTYPE)
+        whole = _exact(whole_model.build(small.config, DTYPE))
         add_noise(whole)
         state = {key: t.detach().clone() for key, t in whole.state_dict().items()}
         expected = reference(whole, small.plan, asked)
@@ -97,12 +97,19 @@ def prove(small: Small) -> Comparison:
     return comparison
 
 
+def _exact(model: PreTrainedModel) -> PreTrainedModel:
+    """Every parameter in float64, those too that the model's code makes in float32 (routers): their gradients would show its rounding."""
+    for p in model.parameters():
+        p.data = p.data.to(DTYPE)
+    return model
+
+
 def _rank(group: Group, small: Small, state: State, expected: Reference) -> Evidence:
     return examine(_split(group, small, state), group, small.plan, expected)
 
 
 def _split(group: Group, small: Small, state: State) -> PreTrainedModel:
-    model = whole_model.simple_experts(build.empty(small.config, DTYPE))
+    model = _exact(whole_model.simple_experts(build.empty(small.config, DTYPE, "eager")))
     build.split(model, small.plan, group)
     load.from_whole(model, state, DTYPE)
     return model.eval()
@@ -111,7 +118,7 @@ def _split(group: Group, small: Small, state: State) -> PreTrainedModel:
 def _parting(small: Small, state: State, asked: Questions) -> trail.Parting | None:
     """Both models once more, with everything that passes between modules written down."""
     asked = asked.briefly()
-    whole = whole_model.build(small.config, DTYPE)
+    whole = _exact(whole_model.build(small.config, DTYPE))
     whole.load_state_dict(state)
     with Float64(), trail.recording(whole) as expected:
         tokens = ask(whole, asked).tokens

@@ -175,12 +175,6 @@ def opaque(axes: Axes, op: Op, args: Arguments, why: str = "no rule for this op"
     return Effect("opaque", cross=every), outputs
 
 
-@rule("new_empty", "new_zeros", "new_ones", "new_full")
-def new(axes: Axes, op: Op, args: Arguments) -> tuple[Effect, list[list[Dim]]]:
-    """Memory of given sizes; nothing but the kind of number comes from the input. What is written into it says what its axes are."""
-    return Effect("nonlinear"), [axes.fresh(axes.trace.values[o].shape) for o in op.outputs if o >= 0]
-
-
 def broadcast(axes: Axes, inputs: list[list[Dim]], shape: tuple[int, ...]) -> list[Dim]:
     """Dims of a result of `shape` made coordinate by coordinate from inputs that broadcast to it."""
     out: list[Dim] = []

@@ -74,7 +74,7 @@ SAME_SHAPE = (
 """Coordinate by coordinate like the ops that torch tags as pointwise, but not tagged."""
 
 
-FOLLOWED = ("view", "_unsafe_view", "unsqueeze", "expand", "transpose", "permute", "slice")
+FOLLOWED = ("view", "_unsafe_view", "unsqueeze", "expand", "transpose", "permute")
 """Through which axes are followed in constants too."""
 
 MISFIT = "its rule does not fit this call"
@@ -143,6 +143,9 @@ def _apply(axes: Axes, op: Op) -> Effect:
                     axes.dims[o] = broadcast(axes, inputs, values[o].shape)
                 elif op.name in FOLLOWED:
                     (axes.dims[o],) = RULES[op.name](axes, op, bind(op))[1]
+                elif op.name == "slice":  # not the axis that is sliced: a piece of a long table would cut what it is used on
+                    kept = zip(inputs[0], axes.dims[o], strict=True)
+                    axes.dims[o] = [old if _size(old) == _size(new) else new for old, new in kept]
         return Effect("constant")
     function = RULES.get(op.name)
     if function is None:

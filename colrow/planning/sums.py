@@ -60,8 +60,8 @@ class Problem:
 class Flow:
     """The state of values for one choice. `partial`: sums still to be added. `reduced`: the borders where they are. `gathered`: outputs of
     the model that every rank has a slice of. `sources`: ops that leave partial sums, with the cut leaves they sum over. `once`: parameters
-    that are added to partial sums as they are, and therefore used by one rank only. `sliced`: constants of the model's code that enter a module for all heads, of
-    which a rank needs its own."""
+    that are added to partial sums as they are, and therefore used by one rank only. `sliced`: constants of the model's code that enter a
+    module for all heads, of which a rank needs its own."""
 
     chosen: frozenset[Node]
     partial: set[int] = field(default_factory=set)

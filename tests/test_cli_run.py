@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import json
 import subprocess
 import sys
 import time
@@ -66,6 +67,13 @@ def test_run_on_one_rank(model: str, capsys: pytest.CaptureFixture[str]) -> None
     assert out == expected("Hello") + "\n"
     for word in ("rank 0: ", " parameters", "load ", "24 new", "tokens/s", "after the command", "5 prompt tokens"):
         assert word in err
+
+
+def test_run_writes_a_trace(model: str, tmp_path: Path) -> None:
+    assert main(["run", model, *PROMPT, "--trace", str(tmp_path / "trace.json")]) == 0
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == [
+        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0"}}
+    ]  # one rank sends nothing
 
 
 def test_instruct_models_answer_unless_raw(talker: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,7 @@ def run(
     seed: Seed = 0,
     stop: Stop = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write a timeline of all ranks, for chrome://tracing or ui.perfetto.dev.")] = None,
     split: Split = None,
     plan_file: PlanFile = None,
     dtype: Dtype = "auto",
@@ -150,8 +151,8 @@ def run(
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens), tuple(stop or ()), raw)
     if not prompt:
         raise UserError("the prompt is empty", works='-p "Once upon a time"')
-    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
-    show.run(ranks, backend, opening, prompt, wish)
+    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, trace is not None)
+    show.run(ranks, backend, opening, prompt, wish, trace)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from ..checkpoint.model_dir import ModelFiles
 from ..engine.settings import Sampling
 
 if TYPE_CHECKING:
+    from ..comm.counters import Event
     from ..engine.account import RankMemory, Traffic
     from ..planning.plan import Plan
 
@@ -24,6 +25,7 @@ class Opening:
     plan: Plan | None = None
     dtype: str = "auto"
     gate: bool = True
+    trace: bool = False  # keep every collective for a trace
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,13 @@ class Stage:
     name: str
     done: int = 0
     total: int = 0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Every rank's collectives, in order of time."""
+
+    ranks: tuple[tuple[Event, ...], ...]
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,27 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ..comm.collectives import gather_objects
 from ..comm.group import Group
 from ..engine.account import Stages
 from ..engine.engine import Engine
 from ..engine.generate import Memory
 from ..engine.prompts import Message
-from .job import Account, Opening, Stage, Wish
+from .job import Account, Opening, Stage, Traced, Wish
 from .opening import account_of, open_engine
 
 
-def run(group: Group, opening: Opening, prompt: str, wish: Wish) -> Iterator[Stage | str | Account]:
-    """Stages of the start, then pieces of text, then the account."""
+def run(group: Group, opening: Opening, prompt: str, wish: Wish) -> Iterator[Stage | str | Traced | Account]:
+    """Stages of the start, then pieces of text, then the trace if one is wanted, then the account."""
     stages = Stages(seconds={"start": time.time() - opening.started})
     engine = yield from open_engine(group, opening, stages)
     yield Stage("prompt")
+    group.counters.events = [] if opening.trace else None
     for chunk in engine.stream([prompt], wish.sampling, wish.max_new_tokens, wish.stop, raw=wish.raw):
         yield chunk.texts[0]
+    if opening.trace:
+        mine, group.counters.events = tuple(group.counters.events or ()), None
+        yield Traced(tuple(gather_objects(mine, group, "run.trace")))
     yield account_of(engine, opening, wish.sampling, stages)
 
 

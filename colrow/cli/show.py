@@ -13,9 +13,9 @@ from ..comm import launch
 from ..comm.ranks import Ranks
 from ..errors import UserError
 from .interrupt import ending_at_once
-from .job import Account, Opening, Stage, Wish
+from .job import Account, Opening, Stage, Traced, Wish
 from .options import check_room
-from .screen import Screen, account_lines, note, say
+from .screen import Screen, account_lines, note, say, write
 
 IMPORTS = ("colrow.cli.run", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")  # while this process imports torch
 
@@ -23,8 +23,9 @@ Stream = Callable[..., Iterator[Any]]
 """stream(fn, *args): what `fn(group, *args)` yields on rank 0."""
 
 
-def run(ranks: int, backend: str, opening: Opening, prompt: str, wish: Wish) -> None:
+def run(ranks: int, backend: str, opening: Opening, prompt: str, wish: Wish, trace: Path | None = None) -> None:
     account: Account | None = None
+    traced: Traced | None = None
     with Screen() as screen, _ranks(ranks, backend, screen) as stream:
         from . import run as on_ranks
 
@@ -34,11 +35,17 @@ def run(ranks: int, backend: str, opening: Opening, prompt: str, wish: Wish) -> 
             elif isinstance(item, str):
                 screen.clear()
                 say(item, end="")
+            elif isinstance(item, Traced):
+                traced = item
             else:
                 account = item
                 say()
     for line in account_lines(account) if account is not None else ():
         note(line)
+    if trace is not None and traced is not None:
+        from ..report.timeline import timeline
+
+        write(trace, timeline(traced.ranks), "--trace trace.json")
 
 
 def chat(ranks: int, backend: str, opening: Opening, system: str, wish: Wish) -> None:

@@ -6,6 +6,7 @@ with a prediction. Not here: the formulas that predict (planning/cost.py); these
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 
@@ -27,14 +28,33 @@ class Tally:
         self.moving += other.moving
 
 
+@dataclass(frozen=True)
+class Event:
+    """One collective of a rank. `end` in seconds since the epoch, so that ranks of one host can be put side by side."""
+
+    phase: str
+    op: str
+    name: str
+    end: float
+    waiting: float
+    moving: float
+    logical_bytes: int
+    moved_bytes: int
+
+
 @dataclass
 class Counters:
-    """`sites[(phase, op, name)]` -> Tally. `phase` is whatever the caller set last."""
+    """`sites[(phase, op, name)]` -> Tally. `phase` is whatever the caller set last. `events`: None, or a list that gets every single call
+    (for traces: it grows without bound)."""
 
     phase: str = ""
     sites: dict[tuple[str, str, str], Tally] = field(default_factory=dict)
+    events: list[Event] | None = None
 
     def record(self, op: str, name: str, tally: Tally) -> None:
+        if self.events is not None:
+            times = (time.time(), tally.waiting, tally.moving)
+            self.events.append(Event(self.phase, op, name, *times, tally.logical_bytes, tally.moved_bytes))
         self.sites.setdefault((self.phase, op, name), Tally()).add(tally)
 
     def reset(self) -> None:

@@ -34,9 +34,10 @@ from .state import State
 
 
 def empty(config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
-    """The whole model without memory: every parameter and buffer is on the meta device. `attention`: transformers' default, or this."""
+    """The whole model without memory: every parameter and buffer is on the meta device. `attention`: instead of the config's."""
+    options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     with load.BUILDING, torch.device("meta"):
-        return model_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
+        return model_class(config).from_config(copy.deepcopy(config), dtype=dtype, **options)
 
 
 def parallelize(model: nn.Module, plan: Plan, group: Group, sequence: Mode = "off") -> nn.Module:

@@ -27,13 +27,13 @@ def install(model: nn.Module, state: State) -> None:
     known = {name for name, _ in state.plan.names()}
 
     parts = any(entry.grad == "partial" for entry in state.plan.tensors.values())
-    planned = bool(getattr(model.config, BALANCE, False))
+    planned = bool(getattr(getattr(model, "config", None), BALANCE, False))
 
     def before(module: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
         asked = kwargs.get(BALANCE)
-        if parts and not planned and bool(getattr(module.config, BALANCE, False) if asked is None else asked):
+        if parts and not planned and bool(getattr(getattr(module, "config", None), BALANCE, False) if asked is None else asked):
             raise UserError(
                 "the plan was made without the experts' balance loss", f"{BALANCE}=True", f"{BALANCE}=True in the config it is made of"
             )

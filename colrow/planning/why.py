@@ -64,6 +64,7 @@ _OPERATIONS = {
     "copy": "f: all-reduce of the gradient",
     "reduce": "g: all-reduce",
     "gather": "gather",
+    "slice": "own part, nothing sent",
     "mean_square": "all-reduce of the sum of squares, both ways",
 }
 

@@ -25,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error.__cause__, KeyboardInterrupt):
             code = INTERRUPTED
         elif hasattr(error, "format_message"):
+            if type(error).__name__ == "NoArgsIsHelpError":  # no mistake: `colrow` alone; the message is the help, line by line
+                print(error.format_message())
+                return 0
             return _fail(error.format_message(), 2)
         else:
             raise

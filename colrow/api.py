@@ -71,7 +71,7 @@ def load(
     with stages("imports"):
         from .parallel import build
         from .parallel.load import from_source
-        from .planning.derive import derive
+        from .planning.derive import check_made_for, derive
         from .proof.gate import gate as prove
     with stages("find"):
         files = on_rank_0(lambda: _find(model, trust_remote_code), group, "load.find")
@@ -80,7 +80,7 @@ def load(
         source = files.source()
     with stages("plan"):
         barrier(group, "load.start")  # ranks may be threads: none may touch a model while rank 0 traces one
-        chosen = on_rank_0(lambda: plan or derive(config, group.size, weights), group, "load.plan")
+        chosen = on_rank_0(lambda: check_made_for(plan, config) if plan else derive(config, group.size, weights), group, "load.plan")
         if chosen.ranks != group.size:
             raise UserError(f"the plan is for {chosen.ranks} ranks", group.size, f"--tp {chosen.ranks}")
     if gate:

@@ -7,11 +7,15 @@ import sys
 
 import pytest
 
+from colrow import api
 from colrow.__main__ import main
-from colrow.cli.options import degree, read_split
+from colrow.checkpoint.model_dir import find
+from colrow.cli.options import degree, read_plan, read_split
 from colrow.cli.screen import Screen
 from colrow.cli.units import nbytes
 from colrow.errors import UserError
+from colrow.planning.derive import check_made_for
+from colrow.proof import verify
 from tests import tiny
 
 RUN = ["run", "demo", "-p", "x"]
@@ -48,6 +52,33 @@ def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pyt
     assert err.startswith("colrow: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_a_plan_and_a_split_that_contradict_it(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(api.plan(tiny.config("llama"), 2, (3, 1)).to_json())
+    assert main([*RUN, "--plan", str(path), "--split", "1,1"]) == 2
+    assert "--split says others, got 1,1" in capsys.readouterr().err
+    assert degree(None, (6.0, 2.0), read_plan(path)) == 2
+
+
+def test_a_plan_for_another_model_is_refused_before_it_is_carried_out(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.config("qwen2").save_pretrained(tmp_path)
+    made = api.plan(tiny.config("llama"), 2)
+    (tmp_path / "plan.json").write_text(made.to_json())
+    assert main(["plan", str(tmp_path), "--plan", str(tmp_path / "plan.json")]) == 2
+    message = "the plan was made for another model, got a plan for llama; try: a plan that colrow plan wrote for this qwen2 model"
+    assert message in capsys.readouterr().err
+    for use in (lambda: verify.verify(find(str(tmp_path), False), 2, plan=made), lambda: check_made_for(made, tiny.config("qwen2"))):
+        with pytest.raises(UserError, match="made for another model"):
+            use()
+
+
+def test_colrow_alone_prints_its_help_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out, err = capsys.readouterr()
+    assert "\n  run " in out
+    assert err == ""
 
 
 def test_a_directory_without_a_config_and_a_broken_plan(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

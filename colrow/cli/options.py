@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -59,9 +60,16 @@ def degree(tp: int | None, split: tuple[float, ...], plan: Plan | None) -> int:
     ranks = next(iter(given.values()), 1)
     if ranks < 1:
         raise UserError("tp must be at least 1", ranks, "--tp 2")
-    if split and not min(split) > 0:
-        raise UserError("the shares of split must be above 0", ",".join(f"{w:g}" for w in split), "--split 3,1")
+    said_split = ",".join(f"{w:g}" for w in split)
+    if split and not (min(split) > 0 and math.isfinite(sum(split))):
+        raise UserError("the shares of split must be above 0", said_split, "--split 3,1")
+    if split and plan is not None and _shares(split) != _shares(plan.weights or (1.0,) * ranks):
+        raise UserError("--plan has shares of its own, and --split says others", said_split, "--plan alone, or --split alone")
     return ranks
+
+
+def _shares(split: tuple[float, ...]) -> list[float]:
+    return [round(share / sum(split), 9) for share in split]
 
 
 def check_room(ranks: int) -> None:

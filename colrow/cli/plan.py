@@ -12,6 +12,7 @@ from ..api import the_dtype
 from ..engine import exchange
 from ..engine.settings import Sampling
 from ..planning import cost, memory, price, verdict
+from ..planning.derive import check_made_for
 from ..planning.links import Machine
 from ..planning.plan import Plan
 from ..planning.study import Question, Study
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 def make(config: PreTrainedConfig, ranks: int, split: Sequence[float], given: Plan | None, json_file: Path | None) -> Plan:
     """The plan, derived or given, and written where that is wanted."""
-    plan = given or make_plan(config, ranks, split)
+    plan = check_made_for(given, config) if given else make_plan(config, ranks, split)
     if json_file is not None:
         write(json_file, plan.to_json() + "\n", "--json plan.json")
     return plan

@@ -51,6 +51,14 @@ def digest(config: PreTrainedConfig) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def check_made_for(plan: Plan, config: PreTrainedConfig) -> Plan:
+    """`plan`, or UserError where it was made for a model of another type. Other sizes show when it is carried out (parallel/check.py)."""
+    if plan.model_type != config.model_type:
+        works = f"a plan that colrow plan wrote for this {config.model_type} model"
+        raise UserError("the plan was made for another model", f"a plan for {plan.model_type}", works)
+    return plan
+
+
 def _check(ranks: int, weights: Sequence[float] | None) -> None:
     if ranks < 1:
         raise UserError("the number of ranks must be at least 1", ranks, "--tp 2")

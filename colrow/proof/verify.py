@@ -27,7 +27,7 @@ from ..comm import launch
 from ..comm.group import Group
 from ..comm.local import run_threads
 from ..parallel import build, load
-from ..planning.derive import derive
+from ..planning.derive import check_made_for, derive
 from ..planning.plan import Plan
 from . import trail, whole
 from .evidence import Evidence, examine, judge
@@ -93,6 +93,8 @@ def verify(
     """
     say = progress or (lambda text: None)
     config = files.config()
+    if plan:
+        check_made_for(plan, config)
     with tempfile.TemporaryDirectory(prefix="colrow-verify-") as name:
         folder = Path(name)
         title = f"{files.name} split over {ranks} ranks, {str(dtype).removeprefix('torch.')}"

@@ -156,6 +156,9 @@ class _Walk:
             self._reduce_all(held, op)
 
     def _set(self, op: Op, partial: bool) -> None:
+        if partial and any(w not in op.outputs for w in self.graph.results[op.index]):
+            self.problem(op, "writes partial sums into memory that is read elsewhere")
+            return
         for o in op.outputs:
             if o < 0 or (o in self.flow.partial) == partial:
                 continue

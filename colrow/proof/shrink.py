@@ -7,7 +7,8 @@ cuts, regions, edits and heads in every distinct kind of layer. Not here: weight
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,12 @@ from .structure import layer_kinds, structure
 FLOORS = (16, 64, 256)
 """Sizes are cut down to about this; where the small plan comes out otherwise (costs weigh differently in narrow models), the next is
 tried."""
+
+PROPORTION = 16
+"""Last of all, sizes are divided by about this, so that they keep their order (the latents of DeepSeek against its hidden size)."""
+KEPT = 128  # sizes up to this are left alone then
+
+Floor = Callable[[int], int]  # what a size may be cut down to
 
 SMALL_ENOUGH = 300_000
 """Parameters. A config that is below this already is its own small copy."""
@@ -50,7 +57,8 @@ def shrink(config: PreTrainedConfig, ranks: int, weights: Sequence[float] | None
     if full.elements <= SMALL_ENOUGH:
         return Small(config, plan, ())
     wanted = structure(plan)
-    for floor in FLOORS:
+    floors: list[Floor] = [*(functools.partial(_constant, floor) for floor in FLOORS), _share]
+    for floor in floors:
         small, changes = _search(config, plan, full, floor)
         derived = derive(small, ranks, weights)
         if structure(derived) == wanted:
@@ -62,20 +70,27 @@ def shrink(config: PreTrainedConfig, ranks: int, weights: Sequence[float] | None
     )
 
 
-def _search(config: PreTrainedConfig, plan: Plan, full: Shapes, floor: int) -> tuple[PreTrainedConfig, tuple[tuple[str, Any, Any], ...]]:
+def _constant(floor: int, size: int) -> int:
+    return floor
+
+
+def _share(size: int) -> int:
+    return size if size <= KEPT else min(max(size // PROPORTION, FLOORS[0]), 2 * FLOORS[-1])
+
+
+def _search(config: PreTrainedConfig, plan: Plan, full: Shapes, floor: Floor) -> tuple[PreTrainedConfig, tuple[tuple[str, Any, Any], ...]]:
     """Fewer layers first, so that every later try is cheap; then one size after the other, the largest first."""
     integers = Integers(config)
     state = _fewer_layers(integers, plan, full)
     heads = {size for a in plan.attention for size in (a.query.size, a.kv.size)}
-    sizes = [
-        path for path in integers.fields(state) if integers.value(state, path) > max(floor, plan.ranks) and _is_size(integers, state, path)
-    ]
+    values = ((path, integers.value(state, path)) for path in integers.fields(state))
+    sizes = [path for path, n in values if n > max(floor(n), plan.ranks) and _is_size(integers, state, path)]
     sizes.sort(key=lambda path: -integers.value(state, path))
     stuck: list[Path] = []
     for path in sizes:
         if integers.value(state, path) in heads:
             continue
-        options = candidates(integers.value(state, path), floor, plan.ranks)
+        options = candidates(integers.value(state, path), floor(integers.value(state, path)), plan.ranks)
         state, moved = _first_that_runs(integers, state, [{path: n} for n in options])
         if not moved:
             stuck.append(path)
@@ -115,10 +130,10 @@ def _first_that_runs(integers: Integers, state: dict[str, Any], tries: list[dict
     return state, False
 
 
-def _in_proportion(integers: Integers, state: dict[str, Any], path: Path, sizes: list[Path], floor: int) -> list[dict[Path, int]]:
+def _in_proportion(integers: Integers, state: dict[str, Any], path: Path, sizes: list[Path], floor: Floor) -> list[dict[Path, int]]:
     n = integers.value(state, path)
     tries = []
-    for divisor in (d for d in range(n // floor, 1, -1) if n % d == 0):
+    for divisor in (d for d in range(n // floor(n), 1, -1) if n % d == 0):
         for other in sizes:
             m = integers.value(state, other)
             if other != path and m % divisor == 0 and m > divisor:

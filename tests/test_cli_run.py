@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import signal
 import json
+import signal
 import subprocess
 import sys
 import time

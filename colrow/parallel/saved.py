@@ -88,9 +88,16 @@ class _PlainCase(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def saved_bytes(config: PreTrainedConfig, plan: Plan, rank: int, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes that the forward pass of a training step leaves for the backward pass on `rank`: (batch, seq) tokens, labels, loss included."""
+def saved_bytes(
+    config: PreTrainedConfig, plan: Plan, rank: int, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa"
+) -> int:
+    """Bytes that the forward pass of a training step leaves for the backward pass on `rank`: (batch, seq) tokens, labels, loss included.
+
+    `attention` as transformers names it; "sdpa" counts as a fused kernel, "eager" keeps the scores.
+    """
     model = build.empty(config, dtype)
+    if attention != "sdpa":
+        model.set_attn_implementation(attention)
     if plan.ranks > 1:
         build.split(model, plan, Group(rank, plan.ranks, Dry(rank), torch.device("meta"), tuple(range(plan.ranks))))
     model.train()

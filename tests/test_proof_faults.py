@@ -192,8 +192,8 @@ def test_a_wrong_prediction_is_refused(monkeypatch):
 def test_weights_that_are_not_the_whole_models_are_refused(monkeypatch):
     right = gate.load.from_whole
 
-    def wrong(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-        right(model, state)
+    def wrong(model: nn.Module, state: dict[str, torch.Tensor], *options: Any) -> None:
+        right(model, state, *options)
         with torch.no_grad():
             model.get_parameter("model.norm.weight")[0] += 1e-12
 

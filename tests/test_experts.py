@@ -219,7 +219,7 @@ def test_the_implementation_that_transformers_takes_by_itself(family: str) -> No
 
 
 def test_experts_kept_one_by_one_in_files_are_read_by_slices(tmp_path: Path) -> None:
-    """Mixtral's files hold a tensor for each expert and each of its three matrices; the model one for all, gate and up beside each other."""
+    """Mixtral's files hold a tensor for each expert and each of its matrices; the model one for all, gate and up beside each other."""
     model = tiny.whole(config("mixtral"), torch.float32)
     model.save_pretrained(tmp_path)
     report = verify(find(str(tmp_path)), 3, backend="threads", train=False)

@@ -137,8 +137,12 @@ def init(tp: int | None = None, backend: str = "auto") -> Iterator[Group]:
     joined = launch.under_torchrun()
     group = launch.join(backend) if joined else single()
     if tp is not None and tp != group.size:
-        what = f"tp={tp}, and torchrun started" if joined else f"tp={tp} needs {tp} processes, and this program runs in"
-        raise UserError(what, group.size, f"torchrun --nproc-per-node {tp} program.py, or colrow.spawn(fn, tp={tp})")
+        what = (
+            f"tp={tp} needs as many processes, and torchrun started"
+            if joined
+            else f"tp={tp} needs as many processes, and this one is alone"
+        )
+        raise UserError(what, group.size if joined else None, f"torchrun --nproc-per-node {tp} program.py, or colrow.spawn(fn, tp={tp})")
     yield group
 
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from colrow.cli.train import check_files
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
+from colrow.errors import UserError
 from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_parameters
 from colrow.planning.derive import derive
@@ -149,6 +151,16 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
         assert done.returncode == 2
         assert len(done.stderr.strip().splitlines()) == 1
         assert message in done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a place where nobody can make a directory")
+def test_a_place_that_cannot_be_written_is_said_before_anything_starts(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "a"}')
+    with pytest.raises(UserError, match=r"nothing can be written to --out, got /proc/out"):
+        check_files(texts, None, Path("/proc/out"))
+    assert check_files(texts, None, tmp_path / "new" / "run")[0] == texts
+    assert list((tmp_path / "new" / "run").iterdir()) == []
 
 
 def test_the_ten_lines_of_the_documentation_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

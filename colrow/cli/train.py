@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,12 @@ def check_files(data_file: Path, evaluation: Path | None, out: Path) -> tuple[Pa
         raise UserError("--out must be a directory", out, "a new name")
     if out.is_dir() and any(out.iterdir()) and not (out / "checkpoints").is_dir() and not (out / "log.jsonl").is_file():
         raise UserError("--out has files in it that are not of a training run", out, "a new name")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):  # os.access says yes to root where the file system says no
+            pass
+    except OSError as e:
+        raise UserError("nothing can be written to --out", f"{out} ({e.strerror})", "a directory with room for the model") from e
     return data_file.resolve(), evaluation.resolve() if evaluation else None
 
 

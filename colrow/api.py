@@ -137,11 +137,8 @@ def init(tp: int | None = None, backend: str = "auto") -> Iterator[Group]:
     joined = launch.under_torchrun()
     group = launch.join(backend) if joined else single()
     if tp is not None and tp != group.size:
-        what = (
-            f"tp={tp} needs as many processes, and torchrun started"
-            if joined
-            else f"tp={tp} needs as many processes, and this one is alone"
-        )
+        there = "torchrun started" if joined else "this one is alone"
+        what = f"tp={tp} needs as many processes, and {there}"
         raise UserError(what, group.size if joined else None, f"torchrun --nproc-per-node {tp} program.py, or colrow.spawn(fn, tp={tp})")
     yield group
 

@@ -6,14 +6,29 @@ model in memory meanwhile. Models that fit on no single rank are exported slice 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from transformers.utils import logging
 
 from ..comm import collectives
 from ..errors import UserError
 from .collect import whole_parameters
 from .state import State
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers draws no progress bars within."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def install(model: nn.Module, state: State) -> None:

@@ -27,6 +27,7 @@ from ..comm import launch
 from ..comm.group import Group
 from ..comm.local import run_threads
 from ..parallel import build, load
+from ..parallel.save import quiet
 from ..planning.derive import check_made_for, derive
 from ..planning.plan import Plan
 from . import trail, whole
@@ -138,7 +139,7 @@ def _save_copy(config: PreTrainedConfig, folder: Path) -> ModelFiles:
     """A directory with random weights, as anyone would save it: what reads it is the real loader."""
     model = whole.build(config, torch.float32)
     add_noise(model)
-    with whole.quiet():
+    with quiet():
         model.save_pretrained(folder / "copy")
     return model_dir.find(str(folder / "copy"))
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ..checkpoint.model_dir import ModelFiles
 from ..comm.group import single
 from ..parallel import load as split_load
+from ..parallel.save import quiet
 from ..parallel.state import State
 from ..partition import whole as everything
 from ..planning.plan import Plan, TensorPlan
@@ -69,18 +67,6 @@ def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
         source.close()
         del model.colrow
     return model
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers draws no progress bars within."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _undivided(model: PreTrainedModel) -> Plan:

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ..checkpoint.rank_files import STATE, Saved, open_checkpoint
 from ..comm.group import single
 from ..errors import UserError
 from ..parallel.build import empty, split
 from ..parallel.load import fill
+from ..parallel.save import quiet
 from ..planning.derive import derive
 from ..planning.plan import TensorPlan
 
@@ -36,7 +34,7 @@ def export(directory: Path, out: Path, max_shard_size: str = "50GB") -> Path:
         unfinished = out.parent / f".unfinished-{out.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
         out.parent.mkdir(parents=True, exist_ok=True)
-        with _quiet():
+        with quiet():
             model.save_pretrained(unfinished, max_shard_size=max_shard_size)
         for file in saved.path.iterdir():  # the tokenizer's files, and what else belongs to the model
             if file.is_file() and file.suffix != ".safetensors" and file.name != STATE and not (unfinished / file.name).exists():
@@ -45,18 +43,6 @@ def export(directory: Path, out: Path, max_shard_size: str = "50GB") -> Path:
     finally:
         saved.close()
     return out
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress bar that transformers writes."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def whole_model(saved: Saved) -> PreTrainedModel:

@@ -57,6 +57,20 @@ def losses(events: list[Any]) -> list[float]:
     return [e.loss for e in events if isinstance(e, Step)]
 
 
+def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of parameters that differ. The middle third of q|k|v's bias does not count: softmax does not see a key's bias, so its gradient
+    is 0 but for rounding, of which AdamW makes steps of full size."""
+    out = []
+    for name, p in expected.items():
+        difference = (found[name] - p).abs()
+        if name.endswith("c_attn.bias"):
+            third = len(p) // 3
+            difference = torch.cat([difference[:third], difference[2 * third :]])
+        if difference.max() >= 1e-4:
+            out.append(name)
+    return out
+
+
 def test_a_run_is_the_same_at_any_number_of_ranks_and_when_interrupted(tmp_path: Path) -> None:
     """With dropout, accumulation, clipping, a schedule and a last window that is not full; 2 ranks go on where 3 were stopped."""
     (events, parameters), *_ = run_threads(trained, 1, None)
@@ -64,13 +78,13 @@ def test_a_run_is_the_same_at_any_number_of_ranks_and_when_interrupted(tmp_path:
     assert losses(events)[-1] < losses(events)[0]
     for found, others in run_threads(trained, 2, None):
         assert losses(found) == pytest.approx(losses(events), rel=1e-4)
-        assert all((others[name] - p).abs().max() < 1e-4 for name, p in parameters.items())
+        assert far(others, parameters) == []
     run_threads(trained, 3, tmp_path, SETTINGS, 4)
     (resumed, others), _ = run_threads(trained, 2, tmp_path)
     assert isinstance(resumed[0], Resumed)
     assert resumed[0].step == 4
     assert losses(resumed) == pytest.approx(losses(events)[4:], rel=1e-4)
-    assert all((others[name] - p).abs().max() < 1e-4 for name, p in parameters.items())
+    assert far(others, parameters) == []
 
 
 def test_recomputation_changes_nothing() -> None:

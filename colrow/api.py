@@ -61,7 +61,8 @@ def load(
     """This rank's part of the model, in eval mode on the group's device: a transformers model whose logits and loss are the whole ones'.
 
     A collective of all ranks. Rank 0 plans (unless `plan` is given) and has the plan proven on a small copy (unless `gate` is False) before
-    a weight is read. `dtype` "auto" is that of the files, float32 for GGUF. `stages.results` gets the plan and the gate's result.
+    a weight is read. UserError, as early, where the parameters cannot fit. `dtype` "auto" is that of the files, float32 for GGUF.
+    `stages.results` gets the plan and the gate's result.
     `sequence` "again" or "keep": in training the residual stream is cut along the sequence (parallel/sequence.py).
     """
     from .engine.account import Stages
@@ -69,7 +70,7 @@ def load(
     stages = stages or Stages()
     weights = check_degree(group.size, split)
     with stages("imports"):
-        from .parallel import build
+        from .parallel import build, room
         from .parallel.load import from_source
         from .planning.derive import check_made_for, derive
         from .proof.gate import gate as prove
@@ -83,6 +84,7 @@ def load(
         chosen = on_rank_0(lambda: check_made_for(plan, config) if plan else derive(config, group.size, weights), group, "load.plan")
         if chosen.ranks != group.size:
             raise UserError(f"the plan is for {chosen.ranks} ranks", group.size, f"--tp {chosen.ranks}")
+        room.check(chosen, wanted, group)
     if gate:
         with stages("gate"):
             stages.results["gate"] = on_rank_0(lambda: str(prove(config, chosen)), group, "load.gate")

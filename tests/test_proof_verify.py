@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import weakref
 
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.cache_utils import DynamicLayer
 
 from colrow.checkpoint import model_dir
 from colrow.planning.derive import derive
@@ -104,9 +106,60 @@ def test_the_text_fits_a_terminal(tmp_path):
 def test_layer_by_layer(family, ranks, dtype, tmp_path):
     report = verify.verify(saved(tmp_path, family), ranks, dtype=dtype, stream=True, backend="threads")
     assert report.equal, report.text()
-    assert {"weights", "outputs", "gradients of inputs", "gradients", "units", "inputs of units"} <= set(report.comparison.kinds())
+    kinds = {"weights", "outputs", "gradients of inputs", "gradients", "units", "inputs of units", "loss", "decoding"}
+    assert kinds <= set(report.comparison.kinds())
+    assert len(report.comparison.of("decoding")) == len(report.comparison.of("outputs")), "every unit"
     if dtype is torch.float64:
         assert max(i.difference for i in report.comparison.items) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_by_layer_without_training_computes_the_same_numbers_parameter_by_parameter(dtype, tmp_path):
+    """Outputs, rounding included, are those of the run that holds a whole unit in the wide dtype."""
+    files = saved(tmp_path, "gpt2")
+    full = verify.verify(files, 2, dtype=dtype, stream=True, backend="threads")
+    lean = verify.verify(files, 2, dtype=dtype, stream=True, backend="threads", train=False)
+    assert lean.equal, lean.text()
+    for kind in ("weights", "outputs", "decoding", "loss"):
+        assert lean.comparison.of(kind) == full.comparison.of(kind)
+    assert not lean.comparison.of("gradients")
+
+
+def test_layer_by_layer_sees_a_wrong_cache(tmp_path, monkeypatch):
+    """Right without a cache, wrong with one: the newest key is lost."""
+    original = DynamicLayer.update
+
+    def update(self, keys, values, *args, **kwargs):
+        before = keys.shape[2]
+        keys, values = original(self, keys, values, *args, **kwargs)
+        return (keys if before > 1 else keys.roll(1, 2)), values
+
+    monkeypatch.setattr(DynamicLayer, "update", update)
+    report = verify.verify(saved(tmp_path), 2, stream=True, train=False, backend="threads")
+    assert report.exit_code == 1
+    assert report.finding.startswith("first in model.layers.0, the decoding")
+
+
+def test_wide_units_hold_one_parameter_at_a_time(tmp_path):
+    files = saved(tmp_path)
+    config = files.config()
+    wholes = WholeUnits(config, "eager", torch.float32, derive(config, 2), files.source(), torch.device("cpu"))
+    read: list[weakref.ref] = []
+    original = wholes.read
+
+    def watched(name, dtype=None):
+        assert not any(ref() is not None for ref in read), "the one before is still there"
+        value = original(name, dtype)
+        read.append(weakref.ref(value))
+        return value
+
+    wholes.read = watched
+    x = torch.randn(1, 5, 72, dtype=torch.float64)
+    with wholes.wide("model.layers.1.mlp", torch.float64) as unit:
+        made = unit(x)
+    assert len(read) == 3
+    mlp = whole.load(files, config, torch.float32).model.layers[1].mlp.double()
+    assert torch.allclose(made, mlp(x), rtol=1e-12)
 
 
 def test_layer_by_layer_reads_one_whole_unit_at_a_time(tmp_path, monkeypatch):

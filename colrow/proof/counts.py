@@ -33,7 +33,7 @@ def predicted(plan: Plan, asked: Questions, group: Group, dtype_bytes: int) -> d
     if asked.steps:
         phases.append(("decode_prompt", "prefill", *asked.prompt.shape, 1))
     if asked.steps > 1:
-        phases.append(("decode", "decode", 1, 1, asked.steps - 1))
+        phases.append(("decode", "decode", asked.prompt.shape[0], 1, asked.steps - 1))
     found: dict[Site, Count] = {}
     for name, phase, rows, columns, times in phases:
         for p in cost.predict(plan, rows, columns, phase, dtype_bytes):

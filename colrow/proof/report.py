@@ -17,7 +17,7 @@ from .compare import Comparison, Item
 from .trail import Parting
 
 WIDTH = 100
-UNITS = ("outputs", "gradients of inputs", "gradients")  # what is compared layer by layer
+UNITS = ("outputs", "decoding", "gradients of inputs", "gradients")  # what is compared layer by layer
 FORWARD = ("logits", "loss", "decoding", "tokens")
 
 

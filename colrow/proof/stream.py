@@ -1,18 +1,21 @@
 """Layer by layer, for models that fit on no single device: the split model runs, and beside each of its units the whole one on the same
 input.
 
-Every rank holds its part of the split model and, one at a time, one whole unit (in float64 too, which says how far the whole unit itself is
-from exact). At each unit the split model comes to, the whole one is read from the files and compared: weights, output, and, for one and the
-same gradient of the output, the gradients of the input and of every parameter. Errors do not add up from layer to layer. Not here: loss,
-optimizer steps and cached decoding, which a small copy covers (gate, verify --small).
+Every rank holds its part of the split model and, one at a time, one whole unit (in a wider dtype too, which says how far the whole unit
+itself is from exact). At each unit the split model comes to, the whole one is read from the files and compared: weights, output, what was
+decoded with the cache (cached.py), and, for one and the same gradient of the output, the gradients of the input and of every parameter.
+Errors do not add up from layer to layer. The loss is compared on the split model's own logits. Not here: optimizer steps, which a small
+copy covers (gate, verify --small).
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,10 +24,11 @@ from transformers import PreTrainedModel
 
 from ..comm import collectives
 from ..comm.group import Group
+from ..parallel.head import sharded_logits
 from ..parallel.state import state_of
 from ..partition import Partition
 from ..planning.plan import Plan
-from . import compare
+from . import cached, compare
 from .compare import Comparison, Item
 from .counts import count_items, counted, predicted
 from .evidence import Copies, Evidence
@@ -32,7 +36,7 @@ from .exercise import Questions
 from .precision import Float64, computing_in, tolerance
 from .reference import SMALL_GRADIENT, digest
 from .trail import plan_cuts, slices
-from .units import Run, WholeUnits, doubled, units
+from .units import Run, WholeUnits, units, widened
 
 INPUTS = "inputs of units"
 
@@ -53,32 +57,57 @@ class _Pass:
     items: list[Item] = field(default_factory=list)
     copies: Copies = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
+    decoded: dict[str, cached.Passed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dtype = next(self.model.parameters()).dtype
+        self.wide = torch.float32 if self.dtype.itemsize < 4 else torch.float64  # exact enough to say how far self.dtype is from exact
         self.cuts = plan_cuts(self.plan)
 
     def run(self, asked: Questions) -> Evidence:
+        asked = asked.to(self.group.device)
         counters = self.group.counters
         counters.reset()
+        with computing_in(self.dtype):
+            self.decoded = cached.decode(self.model, asked.ids, self._phase)
         found = units(self.model)
         self.waiting = set(found)
-        handles = [unit.register_forward_hook(self._hook(name), with_kwargs=True) for name, unit in found.items()]
-        try:
-            counters.phase = "prefill"
-            with torch.no_grad(), computing_in(self.dtype):
-                ids = asked.ids.to(self.group.device)
-                self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        finally:
-            counters.phase = ""
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, torch.no_grad(), computing_in(self.dtype):
+            for name, unit in found.items():
+                hooks.callback(unit.register_forward_hook(self._hook(name), with_kwargs=True).remove)
+            hooks.callback(self._phase, "")
+            self._phase("prefill")
+            logits = self.model(input_ids=asked.ids, attention_mask=torch.ones_like(asked.ids), use_cache=False).logits
         never = Item("units", "bits", float(len(self.waiting)), 0.0, detail=f"{len(found)} compared one by one")
         if self.waiting:
             never = Item("units", "bits", float(len(self.waiting)), 0.0, detail=f"{min(self.waiting)} was never called by itself")
-        expected = predicted(self.plan, asked.without_decoding().without_training(), self.group, self.dtype.itemsize)
+        self._loss(logits, asked)
+        steps = 1 + cached.NEW if self.decoded else 0
+        expected = predicted(
+            self.plan,
+            replace(asked, prompt=asked.ids[:, : -cached.NEW], steps=steps, train=False),
+            self.group,
+            self.dtype.itemsize,
+        )
         self.items += [never, *count_items(expected, counted(self.group), self.group)]
         return Evidence(Comparison(tuple(self.items)), self.copies)
+
+    def _phase(self, name: str) -> None:
+        self.group.counters.phase = name
+
+    def _loss(self, logits: torch.Tensor, asked: Questions) -> None:
+        """The loss that the ranks compute from their slices, against transformers' own from the same logits in one piece."""
+        if "labels" not in inspect.signature(self.model.forward).parameters:
+            return
+        mask = torch.ones_like(asked.ids)
+        with torch.no_grad(), computing_in(self.dtype), sharded_logits(self.model):
+            mine = self.model(input_ids=asked.ids, attention_mask=mask, labels=asked.labels, use_cache=False).loss
+        with computing_in(self.dtype):
+            whole = self.wholes.loss(logits, asked.labels)
+        with Float64():
+            exact = self.wholes.loss(logits.double(), asked.labels)
+        error, allowed = self._allowed(exact, whole)
+        self.items.append(compare.item("loss", "loss", whole, mine, allowed, error))
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(unit: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -91,21 +120,31 @@ class _Pass:
         return hook
 
     def _unit(self, name: str, split: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        with self.wholes.loaded(name) as unit:
+        passed = self.decoded.get(name)
+        at_once = passed.at_once(args, kwargs) if passed is not None else None
+        with ExitStack() as loaded:
+            unit = loaded.enter_context(self.wholes.loaded(name))
             self._weights(name, unit, split)
             whole = Run(unit, args, kwargs, self.train)
+            decoded = Run(unit, at_once[0], at_once[1], False).output if at_once else None
             gradient = torch.randn(whole.output.shape, generator=torch.Generator().manual_seed(1)).to(whole.output)
-            double = copy.deepcopy(unit).double()
             if self.train:
                 whole.backward(gradient)
-        with Float64():
-            exact = Run(double, doubled(args), doubled(kwargs), self.train)
+                double = copy.deepcopy(unit).to(self.wide)
+            else:  # the unit itself goes first: both together may be too much
+                loaded.close()
+                double = loaded.enter_context(self.wholes.wide(name, self.wide))
+            loaded.enter_context(Float64() if self.wide is torch.float64 else nullcontext())
+            exact = Run(double, widened(args, self.wide), widened(kwargs, self.wide), self.train)
+            truth = Run(double, widened(at_once[0], self.wide), widened(at_once[1], self.wide), False).output if at_once else None
             if self.train:
-                exact.backward(gradient.double())
+                exact.backward(gradient.to(self.wide))
         mine = Run(split, args, kwargs, self.train)
         if mine.input is not None:
             self.copies[INPUTS, name, 0] = digest(mine.input)
         cut = self._activation("outputs", name, whole.output, mine.output, exact.output)
+        if passed is not None and decoded is not None and truth is not None:
+            self._activation("decoding", name, decoded[:, -cached.NEW :], passed.decoded, truth[:, -cached.NEW :])
         if not self.train:
             return
         mine.backward(self._gradient(name, gradient, cut))
@@ -149,7 +188,7 @@ class _Pass:
             self.items.append(found)
             return cut
         item = compare.item(kind, name, whole, mine, allowed, error)
-        reduced = self._region(name, "output", "reduce") if kind == "outputs" else self._region(name, "input", "copy")
+        reduced = self._region(name, "input", "copy") if kind == "gradients of inputs" else self._region(name, "output", "reduce")
         if not reduced and any(not ok for ok in collectives.gather_objects(item.ok, self.group, "stream.equal")):
             total = collectives.all_reduce(mine.detach(), self.group, "stream.sum")
             added = compare.item(kind, name, whole, total, allowed, error)

@@ -1,16 +1,19 @@
 """The units in which a model is proven piece by piece, and the whole model's units read from files one at a time.
 
-A unit is a layer, or a module outside of the layers that has parameters of its own. Not here: the comparison (stream.py).
+A unit is a layer, or a module outside of the layers that has parameters of its own. A whole one in its own dtype fits beside the split
+model; in a wider one it may not, so there parameters are read one by one, as ops ask for them. Not here: the comparison (stream.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedConfig
 
@@ -39,8 +42,12 @@ def units(model: nn.Module) -> dict[str, nn.Module]:
     return {name: unit for name, unit in found.items() if next(unit.parameters(), None) is not None}
 
 
+ROWS = 1 << 24  # elements that are widened at once
+
+
 class WholeUnits:
-    """The whole model on the meta device; within `loaded` one of its units has its weights, in `dtype`."""
+    """The whole model on the meta device; within `loaded` one of its units has its weights, in `dtype`; within `wide` a copy of it
+    computes with the same values in another dtype, holding one parameter at a time (no gradients)."""
 
     def __init__(
         self, config: PreTrainedConfig, attention: str, dtype: torch.dtype, plan: Plan, source: Source, device: torch.device
@@ -59,15 +66,55 @@ class WholeUnits:
         unit = self._model.get_submodule(name)
         empty = dict(unit.named_parameters(remove_duplicate=False))
         for path in empty:
-            key = self._matched.keys[self._plan.tensor(f"{name}.{path}").name]
-            with as_written():
-                value = self._matched.source.read(key, None, (), self._dtype)
-            _set(unit, path, nn.Parameter(value.to(self._device)))
+            _set(unit, path, nn.Parameter(self.read(f"{name}.{path}")))
         try:
             yield unit
         finally:
             for path, parameter in empty.items():
                 _set(unit, path, parameter)
+
+    @contextmanager
+    def wide(self, name: str, dtype: torch.dtype) -> Iterator[nn.Module]:
+        unit = copy.deepcopy(self._model.get_submodule(name)).to(dtype)
+        found = {}
+        for path, p in dict(unit.named_parameters(remove_duplicate=False)).items():
+            nothing = torch.empty((), dtype=dtype, device=self._device).expand(p.shape)  # of the right shape, without its memory
+            _set(unit, path, nn.Parameter(nothing, requires_grad=False))
+            found[id(unit.get_parameter(path))] = f"{name}.{path}"
+        with torch.no_grad(), _Reading(found, lambda path: self.read(path, dtype)):
+            yield unit
+
+    def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """transformers' own, as the whole model computes it."""
+        return self._model.loss_function(logits=logits, labels=labels, vocab_size=self._model.config.get_text_config().vocab_size)
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The whole parameter, rounded to the units' dtype, then in `dtype`. Only slices are in memory twice."""
+        entry = self._plan.tensor(name)
+        key, read = self._matched.keys[entry.name], self._matched.source.read
+        with as_written():
+            if dtype is None or dtype == self._dtype or not entry.shape:
+                return read(key, None, (), self._dtype).to(self._device, dtype)
+            value = torch.empty(entry.shape, dtype=dtype, device=self._device)
+            step = max(ROWS * entry.shape[0] // max(value.numel(), 1), 1)
+            for start in range(0, entry.shape[0], step):
+                stop = min(start + step, entry.shape[0])
+                value[start:stop] = read(key, 0, ((start, stop),), self._dtype)
+            return value
+
+
+class _Reading(TorchDispatchMode):
+    """Inside it, ops that are given a parameter which holds nothing are given what `read(its name)` returns, and nobody keeps that."""
+
+    def __init__(self, empty: Mapping[int, str], read: Callable[[str], torch.Tensor]) -> None:
+        super().__init__()
+        self._empty, self._read = empty, read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(self._value, args), **tree_map(self._value, kwargs or {}))
+
+    def _value(self, x: Any) -> Any:
+        return self._read(self._empty[id(x)]) if id(x) in self._empty else x
 
 
 def _set(unit: nn.Module, path: str, parameter: nn.Parameter) -> None:
@@ -82,11 +129,11 @@ class Run:
     def __init__(self, unit: nn.Module, args: Any, kwargs: Any, train: bool) -> None:
         self._unit, self.gradients = unit, dict[str, torch.Tensor]()
         args, kwargs = tree_map(_detached, (args, kwargs))
-        self.input = next(_floating((args, kwargs)), None)
+        self.input = next(floating((args, kwargs)), None)
         with torch.set_grad_enabled(train):
             if train and self.input is not None:
                 self.input.requires_grad_()
-            self.output = next(_floating(unit(*args, **kwargs)))
+            self.output = next(floating(unit(*args, **kwargs)))
 
     def backward(self, gradient: torch.Tensor) -> None:
         self.output.backward(gradient)
@@ -95,14 +142,15 @@ class Run:
                 self.gradients[path], parameter.grad = parameter.grad, None
 
 
-def doubled(tree: Any) -> Any:
-    """Floating tensors in float64."""
-    return tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
+def widened(tree: Any, dtype: torch.dtype) -> Any:
+    """With floating tensors in `dtype`."""
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, tree)
 
 
 def _detached(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-def _floating(tree: Any) -> Iterator[torch.Tensor]:
+def floating(tree: Any) -> Iterator[torch.Tensor]:
+    """The floating tensors in it, in order."""
     return (x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_floating_point())

@@ -26,7 +26,7 @@ from ..checkpoint.model_dir import ModelFiles
 from ..comm import launch
 from ..comm.group import Group
 from ..comm.local import run_threads
-from ..parallel import build, load
+from ..parallel import build, load, room
 from ..parallel.save import quiet
 from ..planning.derive import check_made_for, derive
 from ..planning.plan import Plan
@@ -56,6 +56,7 @@ class Task:
     dtype: torch.dtype
 
     def split(self, group: Group) -> PreTrainedModel:
+        room.check(self.plan, self.dtype, group)
         model = build.empty(self.config, self.dtype)
         build.split(model, self.plan, group)
         source = self.files.source()
@@ -126,7 +127,8 @@ def _streamed(title: str, task: Task, train: bool, backend: str) -> Report:
     results: list[Result] = _on_ranks(_rank_streamed, task, backend, asked)
     comparison = judge([r.evidence for r in results])
     finding = "" if comparison.ok else describe(comparison, lambda: None)
-    return Report(f"{title}, layer by layer", comparison, finding, _notes(task, results, "", True))
+    exact = "float32" if task.dtype.itemsize < 4 else "float64"
+    return Report(f"{title}, layer by layer", comparison, finding, _notes(task, results, "", True, exact))
 
 
 def _on_ranks(fn: Callable[..., Any], task: Task, backend: str, *args: Any) -> list[Any]:
@@ -174,7 +176,7 @@ def _fits_in_float64(model: PreTrainedModel, train: bool) -> bool:
 def _rank(group: Group, task: Task, expected: Reference) -> Result:
     start = time.perf_counter()
     evidence = examine(task.split(group), group, task.plan, expected)
-    return Result(evidence, group.transport.kind, time.perf_counter() - start, _peak_bytes())
+    return Result(evidence, group.transport.kind, time.perf_counter() - start, room.peak_bytes())
 
 
 def _rank_streamed(group: Group, task: Task, asked: Questions) -> Result:
@@ -186,16 +188,7 @@ def _rank_streamed(group: Group, task: Task, asked: Questions) -> Result:
         evidence = examine_units(model, group, task.plan, asked, wholes)
     finally:
         source.close()
-    return Result(evidence, group.transport.kind, time.perf_counter() - start, _peak_bytes())
-
-
-def _peak_bytes() -> int:
-    """Of this process. (Not getrusage: there a child starts with its parent's peak.)"""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return psutil.Process().memory_info().rss
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
+    return Result(evidence, group.transport.kind, time.perf_counter() - start, room.peak_bytes())
 
 
 def _parting(task: Task, expected: Reference, backend: str) -> trail.Parting | None:
@@ -216,7 +209,7 @@ def _trail(group: Group, task: Task, asked: Questions, tokens: tuple[int, ...]) 
     return found
 
 
-def _notes(task: Task, results: Sequence[Result], more: str, measured: bool) -> tuple[str, ...]:
+def _notes(task: Task, results: Sequence[Result], more: str, measured: bool, exact: str = "float64") -> tuple[str, ...]:
     gib = 1024**3
     peaks = ", ".join(f"{r.peak_bytes / gib:.1f}" for r in results)
     seconds = max(r.seconds for r in results)
@@ -224,7 +217,7 @@ def _notes(task: Task, results: Sequence[Result], more: str, measured: bool) -> 
     if task.dtype is torch.float64:
         notes.append("float64 throughout, also where the model casts to float32")
     elif measured:
-        notes.append(f"allowed: {ALLOWANCE:g} times the whole model's own error against float64, at least {FLOOR[task.dtype]:.0e}")
+        notes.append(f"allowed: {ALLOWANCE:g} times the whole model's own error against {exact}, at least {FLOOR[task.dtype]:.0e}")
     else:
         notes.append("the whole model's own rounding was not measured: its float64 copy does not fit into memory")
     loose = max((i.own_error or 0.0 for r in results for i in r.evidence.comparison.of("logits")), default=0.0)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .engine.engine import Engine
     from .engine.settings import Sampling
     from .errors import ColrowError, RankError, UserError
+    from .parallel.adapter_files import load_adapter, save_adapter
+    from .parallel.adapters import add_adapter, merge_adapter
     from .parallel.head import sharded_logits
     from .planning.plan import Plan
     from .train.gradients import clip_grad_norm
@@ -30,12 +32,16 @@ _PLACES = {
     "Sampling": "engine.settings",
     "Trainer": "train.trainer",
     "UserError": "errors",
+    "add_adapter": "parallel.adapters",
     "clip_grad_norm": "train.gradients",
     "init": "api",
     "load": "api",
+    "load_adapter": "parallel.adapter_files",
+    "merge_adapter": "parallel.adapters",
     "open_engine": "api",
     "parallelize": "api",
     "plan": "api",
+    "save_adapter": "parallel.adapter_files",
     "sharded_logits": "parallel.head",
     "spawn": "api",
     "verify": "api",
@@ -49,12 +55,16 @@ __all__ = [
     "Sampling",
     "Trainer",
     "UserError",
+    "add_adapter",
     "clip_grad_norm",
     "init",
     "load",
+    "load_adapter",
+    "merge_adapter",
     "open_engine",
     "parallelize",
     "plan",
+    "save_adapter",
     "sharded_logits",
     "spawn",
     "verify",

@@ -27,6 +27,7 @@ class VocabParallelEmbedding(nn.Embedding):
     group: Group
     partition: Partition
     name: str | None  # the call site of g; None: the partial sums are added elsewhere, with others
+    deferred: bool = False  # forward leaves partial sums: whoever calls adds its own and then calls add_up (lora.py)
 
     @classmethod
     def from_embedding(
@@ -46,14 +47,19 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Ids [...] to rows [..., dim]. IndexError on every rank where an id is outside the whole vocabulary."""
         check_ids(input, self.partition.size)
-        rows = self._lookup(input)
+        rows = self.lookup(input, self.weight)
+        return rows if self.deferred else self.add_up(rows)
+
+    def add_up(self, rows: torch.Tensor) -> torch.Tensor:
+        """g, in place: the rows have no other reader."""
         return rows if self.name is None else regions.reduce_from(rows, self.group, self.name, inplace=True)
 
-    def _lookup(self, ids: torch.Tensor) -> torch.Tensor:
+    def lookup(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Those of the ids that are the rank's own, in a table of its rows; zeros for the others."""
         local, held = local_ids(ids, self.partition, self.group.rank)
-        if self.num_embeddings == 0:  # the empty sum keeps the weight in the graph, so that all ranks build the same one
-            return self.weight.new_zeros(*ids.shape, self.embedding_dim) + self.weight.sum()
-        rows = F.embedding(local, self.weight, self.padding_idx, sparse=self.sparse)
+        if self.num_embeddings == 0:  # the empty sum keeps the table in the graph, so that all ranks build the same one
+            return table.new_zeros(*ids.shape, table.shape[1]) + table.sum()
+        rows = F.embedding(local, table, self.padding_idx, sparse=self.sparse)
         return rows.masked_fill(~held.unsqueeze(-1), 0)
 
 

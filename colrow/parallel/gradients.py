@@ -13,7 +13,7 @@ Not here: gradients of activations (f and g), norms and clipping.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from ..comm import collectives
 from ..comm.group import Group
 from ..partition import Partition
-from ..planning.plan import Plan
+from ..planning.plan import Plan, TensorPlan
 
 Sum = Callable[[torch.Tensor], torch.Tensor]
 
@@ -94,15 +94,31 @@ class GradientSums:
             parameter.register_hook(add)
             self._hooked[index] = weakref.ref(parameter)
 
+    def add(self, more: list[tuple[nn.Module, str, Sum]]) -> None:
+        """Those of parameters that came later."""
+        self.sums.extend(more)
+        self.ensure()
+
+    def drop(self, modules: Container[int]) -> None:
+        """Forgets the last ones, those of modules with these ids."""
+        while self.sums and id(self.sums[-1][0]) in modules:
+            self.sums.pop()
+            self._hooked.pop(len(self.sums), None)
+
 
 def install(model: nn.Module, plan: Plan, group: Group) -> GradientSums:
     """Finds and hooks the gradients that must be summed. A collective where ranges are copied: sub-groups are made, in the plan's order."""
+    out = GradientSums(sums_of(model, plan.tensors.values(), group))
+    out.ensure()
+    return out
+
+
+def sums_of(model: nn.Module, entries: Iterable[TensorPlan], group: Group) -> list[tuple[nn.Module, str, Sum]]:
+    """(module, its parameter's key, what to do to the gradient) of each parameter that needs it. A collective like `install`."""
     sums = []
-    for entry in plan.tensors.values():
+    for entry in entries:
         add = sum_of(entry.partition, entry.grad == "partial", group, entry.name)
         if add is not None:
             module, _, key = entry.name.rpartition(".")
             sums.append((model.get_submodule(module), key, add))
-    out = GradientSums(sums)
-    out.ensure()
-    return out
+    return sums

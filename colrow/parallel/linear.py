@@ -84,6 +84,7 @@ class RowParallelLinear(nn.Linear):
     group: Group
     name: str | None
     sequence: Sequence | None = None  # where the sum stays scattered along the sequence
+    deferred: bool = False  # forward leaves partial sums: whoever calls adds its own and then calls add_up (lora.py)
 
     def __init__(
         self,
@@ -109,9 +110,11 @@ class RowParallelLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         partial = F.linear(input, self.weight)
-        if self.sequence is not None and self.name is not None and self.sequence.active:
-            return _scatter_then_bias(partial, self.bias, self.sequence, self.name)
-        return _sum_then_bias(partial, self.bias, self.group, self.name)
+        return partial if self.deferred else self.add_up(partial)
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """The layer's output from the ranks' partial sums, which may be changed in place."""
+        return _add_up(partial, self.bias, self.group, self.name, self.sequence)
 
 
 class ColumnParallelConv1D(Conv1D):
@@ -124,17 +127,23 @@ class RowParallelConv1D(Conv1D):
     group: Group
     name: str | None
     sequence: Sequence | None = None
+    deferred: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.sequence is not None and self.name is not None and self.sequence.active:
-            return _scatter_then_bias(x @ self.weight, self.bias, self.sequence, self.name)
-        return _sum_then_bias(x @ self.weight, self.bias, self.group, self.name)
+        partial = x @ self.weight
+        return partial if self.deferred else self.add_up(partial)
+
+    def add_up(self, partial: torch.Tensor) -> torch.Tensor:
+        """As RowParallelLinear's."""
+        return _add_up(partial, self.bias, self.group, self.name, self.sequence)
 
 
-def _sum_then_bias(partial: torch.Tensor, bias: torch.Tensor | None, group: Group, name: str | None) -> torch.Tensor:
+def _add_up(partial: torch.Tensor, bias: torch.Tensor | None, group: Group, name: str | None, sequence: Sequence | None) -> torch.Tensor:
     """g, then the bias once. Both in place: the product has no other reader, and its backward pass does not need it."""
     if name is None:
         return partial
+    if sequence is not None and sequence.active:
+        return _scatter_then_bias(partial, bias, sequence, name)
     y = regions.reduce_from(partial, group, name, inplace=True)
     return y if bias is None else y.add_(bias)
 

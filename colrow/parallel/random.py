@@ -27,7 +27,8 @@ from torch.overrides import TorchFunctionMode
 from ..comm import collectives
 from ..comm.group import Group
 from ..errors import UserError
-from .sequence import Sequence
+from ..partition import Partition
+from .sequence import Mode, Sequence
 from .sites import Site, Sites, find, rates
 from .state import State, state_of
 
@@ -114,7 +115,7 @@ def install(model: Any, state: State) -> None:
         masks.calls.clear()
         now = rates(model) if module.training else ()
         if module.training and now != masks.known:
-            _watch(model, masks, find(model, state.plan, state.group, mode) if now else {})
+            _watch(model, masks, _sites(model, state, mode) if now else {})
             masks.known = now
         if now:
             masks.ensure_seed()
@@ -127,6 +128,11 @@ def install(model: Any, state: State) -> None:
     for module in {id(m): m for m in (model, getattr(model, "base_model", model))}.values():
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
+
+
+def _sites(model: nn.Module, state: State, mode: Mode) -> Sites:
+    found = find(model, state.base, state.group, mode)
+    return found if state.adapters is None else found | state.adapters.sites()
 
 
 def _choose_attention(model: Any, masks: Masks, dropping: bool) -> None:
@@ -196,6 +202,8 @@ class _Dropping(TorchFunctionMode):
         """0 or 1/(1 - p) for each element of `x`."""
         name, shape, rank = (self.path, self.call, self.used), list(x.shape), self.masks.group.rank
         cut = site.cut if site.cut is not None and site.cut.dim is not None else None
+        if cut is not None and cut.dim is not None and cut.dim < 0:
+            cut = Partition(x.dim() + cut.dim, cut.pieces)
         if site.dims == ATTENTION:
             by_head = cut is not None and cut.dim == HEADS
             held = [i for start, stop in cut.pieces[rank] for i in range(start, stop)] if cut and by_head else list(range(x.shape[HEADS]))

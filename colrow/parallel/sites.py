@@ -33,8 +33,8 @@ SKIPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # whole layers 
 
 @dataclass(frozen=True)
 class Site:
-    """One call of dropout in a module's forward. `cut`: how its tensor is cut, along `cut.dim` of that tensor; None: it is whole.
-    `sequence`: its dim 1 is the rank's slice of the sequence."""
+    """One call of dropout in a module's forward. `cut`: how its tensor is cut, along `cut.dim` of that tensor (-1: its last); None: it is
+    whole. `sequence`: its dim 1 is the rank's slice of the sequence."""
 
     cut: Partition | None
     dims: int

@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..planning.plan import Plan, Region
 
 if TYPE_CHECKING:
+    from .adapters import Adapters
     from .gradients import GradientSums
     from .random import Masks
     from .sequence import Sequence
@@ -62,6 +63,12 @@ class State:
     sums: GradientSums | None = None  # the gradients that are summed as they arrive
     masks: Masks | None = None  # of dropout
     sequence: Sequence | None = None  # where the residual stream is cut along the sequence
+    adapters: Adapters | None = None  # LoRA beside the model's layers; the plan then has its matrices too
+
+    @property
+    def base(self) -> Plan:
+        """The plan of the model without its adapter."""
+        return self.plan if self.adapters is None else self.adapters.base
 
     def __deepcopy__(self, memo: dict) -> State:
         raise UserError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import init, load, open_engine, parallelize, plan, spawn, verify
     from .comm.group import Group
-    from .engine.engine import Engine
+    from .host import Engine
     from .engine.settings import Sampling
     from .errors import ColrowError, RankError, UserError
     from .parallel.adapter_files import load_adapter, save_adapter
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "ColrowError": "errors",
-    "Engine": "engine.engine",
+    "Engine": "host",
     "Group": "comm.group",
     "Plan": "planning.plan",
     "RankError": "errors",

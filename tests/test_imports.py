@@ -25,8 +25,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": {"engine"},
     "report": {"planning", "proof"},
     "api": {"proof", "serve", "report"},
+    "host": {"api"},
     "cli": {"api"},
-    "__init__": {"api"},
+    "__init__": {"api", "host"},
     "__main__": {"cli"},
 }
 RANKS_ONLY_IN = {"comm", "train"}  # the packages that may import torch.distributed; train: for torch's own data parallelism

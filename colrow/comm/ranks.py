@@ -18,7 +18,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, resource_tracker, spawn
 from typing import Any
 
 from ..errors import ColrowError, RankError, UserError
@@ -31,9 +31,10 @@ CAUSE = 0.5  # seconds in which a better explanation of a lost peer may come
 
 
 class Ranks:
-    """`size` processes that wait for jobs. `imports` are modules that they import while they wait. One job at a time."""
+    """`size` processes that wait for jobs. `imports` are modules that they import while they wait. One job at a time. Jobs whose functions
+    are not the program's own need no `main`: the ranks do not import the program's main module then."""
 
-    def __init__(self, size: int, backend: str = "auto", imports: Sequence[str] = ()) -> None:
+    def __init__(self, size: int, backend: str = "auto", imports: Sequence[str] = (), main: bool = True) -> None:
         check_size(size)
         if backend not in BACKENDS:
             raise UserError("there is no such way to connect ranks", backend, ", ".join(BACKENDS))
@@ -46,7 +47,7 @@ class Ranks:
         self._ends: list[int] = []  # readable when the rank has ended
         atexit.register(self.close)  # before multiprocessing's own, which would wait for the ranks
         try:
-            with _sigint_held_back():
+            with _sigint_held_back(), contextlib.nullcontext() if main else _main_left_alone():
                 for rank in range(size):
                     self._start(rank, backend, tuple(imports))
             from torch.distributed import TCPStore  # only now: the ranks load torch while this process does
@@ -242,6 +243,18 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], streaming: bool) -> 
         return pickle.dumps((fn, args, streaming))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UserError("ranks need a function at the top level of a module, and arguments that can be pickled", error) from error
+
+
+@contextlib.contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Processes started inside are not told where the program's main module is, so that they do not import it. (multiprocessing has no
+    option for it; a plain script would have to guard what starts ranks.)"""
+    tell = spawn.get_preparation_data
+    spawn.get_preparation_data = lambda name: {k: v for k, v in tell(name).items() if not k.startswith("init_main")}
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = tell
 
 
 @contextlib.contextmanager

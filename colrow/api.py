@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .comm import launch
@@ -57,13 +58,15 @@ def load(
     stages: Stages | None = None,
     progress: Progress | None = None,
     sequence: Mode = "off",
+    adapter: str | Path | None = None,
 ) -> PreTrainedModel:
     """This rank's part of the model, in eval mode on the group's device: a transformers model whose logits and loss are the whole ones'.
 
     A collective of all ranks. Rank 0 plans (unless `plan` is given) and has the plan proven on a small copy (unless `gate` is False) before
     a weight is read. UserError, as early, where the parameters cannot fit. `dtype` "auto" is that of the files, float32 for GGUF.
     `stages.results` gets the plan and the gate's result.
-    `sequence` "again" or "keep": in training the residual stream is cut along the sequence (parallel/sequence.py).
+    `sequence` "again" or "keep": in training the residual stream is cut along the sequence (parallel/sequence.py). `adapter`: a LoRA
+    adapter as PEFT writes it, which is merged into the weights.
     """
     from .engine.account import Stages
 
@@ -77,6 +80,11 @@ def load(
     with stages("find"):
         files = on_rank_0(lambda: _find(model, trust_remote_code), group, "load.find")
         config = files.config()
+        if adapter is not None:
+            from .parallel.adapter_files import load_adapter, read_config
+            from .parallel.adapters import merge_adapter
+
+            on_rank_0(lambda: bool(read_config(Path(adapter))), group, "load.adapter")
         wanted = the_dtype(dtype, config)
         source = files.source()
     with stages("plan"):
@@ -93,6 +101,8 @@ def load(
         part = cast("PreTrainedModel", build.split(build.empty(config, wanted), chosen, group, sequence))
         warnings = from_source(part, source, wanted, group.device, progress)
         source.close()
+        if adapter is not None:
+            merge_adapter(load_adapter(part, adapter))
     stages.results["warnings"] = warnings
     return part.eval()
 

@@ -18,7 +18,7 @@ from ..planning import links, shapes
 from . import show
 from .interrupt import ending_at_once
 from .job import Opening, Wish
-from .options import Asked, at_least_1, degree, find_with_weights, read_bytes, read_plan, read_split
+from .options import Asked, at_least_1, check_adapter, degree, find_with_weights, read_bytes, read_plan, read_split
 
 app = typer.Typer(
     name="colrow",
@@ -34,6 +34,7 @@ Tp = Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", help="
 Split = Annotated[str | None, typer.Option(help="Unequal ranks: their shares, such as 3,1.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by colrow plan --json; nothing is derived.")]
 Dtype = Annotated[str, typer.Option(help="auto (that of the files; float32 for GGUF), float32, bfloat16, float16, float64.")]
+Adapter = Annotated[Path | None, typer.Option(help="A LoRA adapter as PEFT writes it, merged into the weights as they are read.")]
 Backend = Annotated[str, typer.Option(help="How ranks are connected: auto, shm, gloo, nccl.")]
 Gate = Annotated[bool, typer.Option("--gate/--no-gate", help="Prove the plan on a small copy before weights are read.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
@@ -134,6 +135,7 @@ def run(
     stop: Stop = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a timeline of all ranks, for chrome://tracing or ui.perfetto.dev.")] = None,
+    adapter: Adapter = None,
     split: Split = None,
     plan_file: PlanFile = None,
     dtype: Dtype = "auto",
@@ -151,7 +153,16 @@ def run(
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens), tuple(stop or ()), raw)
     if not prompt:
         raise UserError("the prompt is empty", works='-p "Once upon a time"')
-    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, trace is not None)
+    opening = Opening(
+        find_with_weights(model, trust_remote_code),
+        started,
+        shares,
+        given,
+        check_dtype(dtype),
+        gate,
+        trace is not None,
+        check_adapter(adapter),
+    )
     show.run(ranks, backend, opening, prompt, wish, trace)
 
 
@@ -167,6 +178,7 @@ def chat(
     min_p: MinP = 0.0,
     repetition_penalty: Penalty = 1.0,
     seed: Seed = 0,
+    adapter: Adapter = None,
     split: Split = None,
     plan_file: PlanFile = None,
     dtype: Dtype = "auto",
@@ -182,7 +194,9 @@ def chat(
     shares, given = read_split(split), read_plan(plan_file)
     ranks = degree(tp, shares, given)
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens))
-    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
+    opening = Opening(
+        find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, adapter=check_adapter(adapter)
+    )
     show.chat(ranks, backend, opening, system, wish)
 
 
@@ -211,6 +225,9 @@ def train(
         bool, typer.Option("--sp-keep", help="The same, and keep what was gathered instead of gathering again.")
     ] = False,
     recompute: Annotated[bool, typer.Option("--recompute", help="Compute activations again instead of keeping them.")] = False,
+    lora: Annotated[int, typer.Option(help="Train a LoRA adapter of this rank beside the frozen model.", show_default="no")] = 0,
+    lora_alpha: Annotated[float, typer.Option(help="Its scale times its rank.", show_default="twice the rank")] = 0.0,
+    lora_targets: Annotated[str, typer.Option(help="The layers it adapts, such as q_proj,o_proj.", show_default="all linear ones")] = "",
     pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Let short documents share a row; none sees another.")] = True,
     split: Split = None,
     plan_file: PlanFile = None,
@@ -229,6 +246,7 @@ def train(
     shares, given = read_split(split), read_plan(plan_file)
     ranks = degree(tp, shares, given)
     rest: dict[str, Any] = {"evaluate_every": eval_every, "save_every": save_every, "packed": pack, "recompute": recompute}
+    rest |= {"lora": lora, "lora_alpha": lora_alpha, "lora_targets": tuple(filter(None, lora_targets.split(",")))}
     rest["sequence"] = "keep" if keep_gathered else "again" if sequence else "off"
     settings = Settings(
         steps,
@@ -253,6 +271,7 @@ def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The --out of colrow train, or one checkpoint in it.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file.")] = "50GB",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Of a run with --lora: the adapter alone, else it is merged.")] = False,
 ) -> None:
     """Write a training checkpoint as a plain Hugging Face directory: the bytes that the unsplit model would have saved.
 
@@ -260,7 +279,7 @@ def export(
     """
     from .train import write_export
 
-    write_export(directory, out, max_shard_size)
+    write_export(directory, out, max_shard_size, adapter)
 
 
 @app.command()
@@ -277,6 +296,7 @@ def serve(
     fast: Annotated[bool, typer.Option("--fast", help="Decode requests together; company may change a token's rounding.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take, waiting included.")] = 600.0,
     drain: Annotated[float, typer.Option(min=1, help="Seconds in which requests may end after SIGTERM.")] = 30.0,
+    adapter: Adapter = None,
     split: Split = None,
     plan_file: PlanFile = None,
     dtype: Dtype = "auto",
@@ -295,7 +315,9 @@ def serve(
     from . import serve as command
 
     limits = Limits(int(read_bytes(cache)) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast)
-    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
+    opening = Opening(
+        find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, adapter=check_adapter(adapter)
+    )
     raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart))
 
 

@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoint.model_dir import ModelFiles
@@ -26,6 +27,7 @@ class Opening:
     dtype: str = "auto"
     gate: bool = True
     trace: bool = False  # keep every collective for a trace
+    adapter: Path | None = None  # a directory of PEFT's
 
 
 @dataclass(frozen=True)

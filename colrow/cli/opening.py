@@ -39,6 +39,7 @@ def open_engine(group: Group, opening: Opening, stages: Stages) -> Generator[Sta
             gate=opening.gate,
             stages=stages,
             progress=lambda name, done, total: tell(Stage("load", done, total)),
+            adapter=opening.adapter,
         )
 
     return (yield from told(work))

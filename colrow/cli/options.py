@@ -88,6 +88,13 @@ def find_with_weights(model: str, trust_remote_code: bool) -> ModelFiles:
     return files
 
 
+def check_adapter(path: Path | None) -> Path | None:
+    """UserError, before anything is started, where there is no adapter."""
+    if path is not None and not (path / "adapter_config.json").is_file():
+        raise UserError("there is no adapter_config.json in", path, "--adapter DIR, a directory that PEFT's save_pretrained wrote")
+    return path.resolve() if path is not None else None
+
+
 def at_least_1(max_new_tokens: int | None) -> int | None:
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UserError("max-new-tokens must be at least 1", max_new_tokens, "--max-new-tokens 100")

@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from .. import api
+from ..checkpoint.model_dir import ModelFiles
 from ..comm.collectives import barrier
 from ..comm.group import Group
 from ..engine import account
 from ..engine.account import RankMemory, Stages
 from ..errors import UserError
+from ..parallel.adapter_files import peft
+from ..parallel.adapters import add_adapter
 from ..train import curve, data
 from ..train.export import export
 from ..train.journal import Journal
@@ -67,6 +70,8 @@ def train(
         )
 
     model = yield from told(load)
+    if settings.lora:
+        add_adapter(model, lora_config(settings, opening.files), settings.seed)
     yield Stage("tokenizer")
     tokenizer = opening.files.tokenizer()
     yield Stage("data")
@@ -87,10 +92,23 @@ def train(
     memory = tuple(account.memory(model, group))
     if journal is not None:
         journal.draw()
-        shutil.rmtree(out / "model", ignore_errors=True)
-        export(out, out / "model")
-        yield Finished(out / "model", tuple(journal.points(Step)), memory)
+        result = out / ("adapter" if settings.lora else "model")
+        shutil.rmtree(result, ignore_errors=True)
+        export(out, result, adapter=bool(settings.lora))
+        yield Finished(result, tuple(journal.points(Step)), memory)
     barrier(group, "train.exported")
+
+
+def lora_config(settings: Settings, files: ModelFiles) -> Any:
+    """PEFT's config of the adapter that `settings` ask for, with where its model lies, for `colrow export`."""
+    local = files.name == "demo" or Path(files.name).expanduser().exists()
+    return peft().LoraConfig(
+        r=settings.lora,
+        lora_alpha=settings.lora_alpha or 2 * settings.lora,
+        target_modules=list(settings.lora_targets) or "all-linear",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(files.path.resolve()) if local else files.name,
+    )
 
 
 def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path) -> None:
@@ -156,9 +174,13 @@ def check_files(data_file: Path, evaluation: Path | None, out: Path) -> tuple[Pa
     return data_file.resolve(), evaluation.resolve() if evaluation else None
 
 
-def write_export(directory: Path, out: Path, max_shard_size: str) -> None:
+def write_export(directory: Path, out: Path, max_shard_size: str, adapter: bool) -> None:
     torch.set_grad_enabled(False)
-    path = export(directory, out, max_shard_size)
+    path = export(directory, out, max_shard_size, adapter)
+    if adapter:
+        note(f"{'exported':12} the adapter, as PEFT writes it")
+        say(str(path))
+        return
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
     note(f"{'exported':12} {', '.join(config.get('architectures') or ['?'])}, {nbytes(size)} of weights, a plain Hugging Face directory")

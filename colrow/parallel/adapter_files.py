@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NAME = "default"  # of the adapter, as PEFT calls the only one
+PREFIX = "base_model.model."  # of every name in PEFT's files
 KNOWN: dict[str, tuple] = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian")}  # the values that are understood
 EMPTY = (  # settings of LoraConfig that must be; besides those that PEFT marks as variants of LoRA
     "modules_to_save",
@@ -52,8 +55,8 @@ def load_adapter(model: nn.Module, directory: str | Path, trainable: bool = Fals
     config.inference_mode = not trainable
     rank = state_of(model).group.rank
     try:
-        put(model, config, lambda part: _read(source, path, part.stored, part.entry, rank))
-        strangers = sorted(source.tensors.keys() - {part.stored for part in adapters_of(model).parts})
+        put(model, config, lambda part: _read(source, path, part.entry, rank))
+        strangers = sorted(source.tensors.keys() - {stored(part.entry.name) for part in adapters_of(model).parts})
         if strangers and not _are_base_weights(strangers, source, state_of(model)):
             take_off(model)
             raise UserError(
@@ -70,22 +73,37 @@ def save_adapter(model: nn.Module, directory: str | Path) -> None:
 
 
 def write(state: State, directory: str | Path) -> None:
-    from safetensors.torch import save_file
-
     if state.adapters is None:
         raise UserError("the model has no adapter to save", works="colrow.add_adapter(model, config)")
     whole = {
-        part.stored: whole_tensor(part.held.detach(), part.entry.partition, state.group, f"adapter.{part.entry.name}")
+        part.entry.name: whole_tensor(part.held.detach(), part.entry.partition, state.group, f"adapter.{part.entry.name}")
         for part in state.adapters.parts
     }
     if state.group.rank == 0:
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
-        save_file({key: value.contiguous().cpu() for key, value in whole.items()}, path / WEIGHTS, metadata={"format": "pt"})
-        config = copy.copy(state.adapters.config)
-        config.inference_mode = True
-        config.save_pretrained(str(path))
+        write_tensors(path, whole)
+        write_config(path, state.adapters.config)
     collectives.barrier(state.group, "adapter.saved")
+
+
+def write_tensors(path: Path, whole: Mapping[str, torch.Tensor]) -> None:
+    """An adapter's whole matrices, by their names in the plan, as PEFT's file."""
+    from safetensors.torch import save_file
+
+    save_file({stored(name): value.contiguous().cpu() for name, value in whole.items()}, path / WEIGHTS, metadata={"format": "pt"})
+
+
+def write_config(path: Path, config: LoraConfig) -> None:
+    written = copy.copy(config)
+    written.inference_mode = True
+    written.save_pretrained(str(path))
+
+
+def stored(name: str) -> str:
+    """PEFT's name in files for a matrix of the plan."""
+    head, _, tail = name.rpartition(f".{NAME}")
+    return f"{PREFIX}{head}{tail}"
 
 
 def read_config(path: Path) -> LoraConfig:
@@ -138,7 +156,8 @@ def _open(path: Path) -> SafetensorsSource:
     return SafetensorsSource(read_header(file), {})
 
 
-def _read(source: SafetensorsSource, path: Path, key: str, entry: TensorPlan, rank: int) -> torch.Tensor:
+def _read(source: SafetensorsSource, path: Path, entry: TensorPlan, rank: int) -> torch.Tensor:
+    key = stored(entry.name)
     if key not in source.tensors:
         raise UserError(f"{path / WEIGHTS} lacks a matrix that {CONFIG} promises", key, "both files of one adapter")
     if (found := source.tensors[key].shape) != entry.shape:
@@ -149,7 +168,5 @@ def _read(source: SafetensorsSource, path: Path, key: str, entry: TensorPlan, ra
 
 def _are_base_weights(keys: list[str], source: SafetensorsSource, state: State) -> bool:
     """PEFT writes the table of an adapted embedding too: it is the model's own, as wide as the model's."""
-    from .lora import PREFIX
-
     known = dict(state.plan.names())
     return all((e := known.get(key.removeprefix(PREFIX))) is not None and e.shape == source.tensors[key].shape for key in keys)

@@ -30,11 +30,10 @@ from transformers.pytorch_utils import Conv1D
 from ..errors import UserError
 from ..partition import Partition, whole
 from ..planning.plan import Plan, TensorPlan
+from .adapter_files import NAME
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelConv1D, ColumnParallelLinear, RowParallelConv1D, RowParallelLinear
 
-NAME = "default"  # of the adapter, as PEFT calls the only one
-PREFIX = "base_model.model."  # of every name in PEFT's files
 ROW = (RowParallelLinear, RowParallelConv1D)
 COLUMN = (ColumnParallelLinear, ColumnParallelConv1D)
 
@@ -81,12 +80,6 @@ class Part:
     entry: TensorPlan
     first: Literal["zeros", "uniform", "normal"]  # values
     scale: float = 0.0  # the bound of "uniform", the deviation of "normal"
-
-    @property
-    def stored(self) -> str:
-        """Its name in PEFT's files."""
-        head, _, tail = self.entry.name.rpartition(f".{NAME}")
-        return f"{PREFIX}{head}{tail}"
 
     @property
     def held(self) -> nn.Parameter:

@@ -26,7 +26,9 @@ from ..checkpoint.rank_files import FORMAT, PREFIX, STATE, Saved, complete, dire
 from ..comm import collectives
 from ..comm.group import Group
 from ..errors import UserError
-from ..parallel.state import state_of
+from ..parallel import adapter_files
+from ..parallel.adapter_files import NAME
+from ..parallel.state import State, state_of
 from ..planning.plan import TensorPlan
 
 Parameters = Mapping[str, nn.Parameter]
@@ -50,7 +52,7 @@ def save(
     ranks. `beside(path)` is called on rank 0 to write further files into the directory before it is named. All ranks see one file system.
     """
     state = state_of(model)
-    plan, group = state.plan, state.group
+    group, kept = state.group, _kept(state, parameters)
     final, unfinished = directory / directory_name(step), directory / f"{UNFINISHED}{directory_name(step)}"
     if group.rank == 0:
         directory.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ def save(
             shutil.rmtree(old)
         unfinished.mkdir()
     collectives.barrier(group, "checkpoint.begin")
-    tensors, numbers = _pieces(model, parameters, optimizer)
+    tensors, numbers = _pieces(model, kept, parameters, optimizer)
     path = unfinished / file_name(group.rank, group.size)
     save_file(tensors, path)
     _to_disk(path)
@@ -67,13 +69,16 @@ def save(
         model.config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
         if getattr(model, "can_generate", lambda: False)():
             model.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
+        if state.adapters is not None:
+            adapter_files.write_config(unfinished, state.adapters.config)
         if beside is not None:
             beside(unfinished)
         content = {
             "format": FORMAT,
             "step": step,
             "ranks": group.size,
-            "tensors": {n: {"shape": t.shape, "partition": t.partition.to_json()} for n, t in plan.tensors.items()},
+            "tensors": {n: {"shape": t.shape, "partition": t.partition.to_json()} for n, t in kept.items()},
+            "adapter": _adapter(state),
             "optimizer": numbers,
             "extra": dict(extra or {}),
         }
@@ -91,12 +96,22 @@ def save(
     return final
 
 
+def _kept(state: State, parameters: Parameters) -> dict[str, TensorPlan]:
+    """What a checkpoint holds: the model, or beside an adapter what is trained alone; the model is then where it was read from."""
+    return {name: entry for name, entry in state.plan.tensors.items() if state.adapters is None or name in parameters}
+
+
+def _adapter(state: State) -> dict[str, list[float]] | None:
+    """Rank and scale of every adapted layer."""
+    return None if state.adapters is None else {path: [m.r[NAME], m.scaling[NAME]] for path, m in state.adapters.layers.items()}
+
+
 def _pieces(
-    model: nn.Module, parameters: Parameters, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, kept: Mapping[str, TensorPlan], parameters: Parameters, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The rank's tensors by section and name, and the optimizer's numbers: {"class", "groups", "state": {name: {key: number}}}."""
     tensors: dict[str, torch.Tensor] = {}
-    for name in state_of(model).plan.tensors:
+    for name in kept:
         mine = model.get_parameter(name).detach()
         tensors[f"weights/{name}"] = mine
         if name in parameters and parameters[name].data_ptr() != mine.data_ptr():
@@ -128,27 +143,31 @@ def resume(saved: Saved, model: nn.Module, parameters: Parameters, optimizer: to
 
     The model has memory already, its contents are overwritten. UserError where the checkpoint is another model's or another optimizer's.
     """
-    plan, group = state_of(model).plan, state_of(model).group
+    state = state_of(model)
+    group, kept = state.group, _kept(state, parameters)
     weights = saved.source("weights")
-    _check(saved, plan.tensors, weights.tensors, optimizer)
+    if (found := saved.state.get("adapter")) != _adapter(state):
+        what = f"the checkpoint {saved.path} is of a run with {'another adapter' if found and state.adapters else 'an adapter'}"
+        raise UserError(what if found else f"the checkpoint {saved.path} is of a run without an adapter", works="the same --lora options")
+    _check(saved, kept, weights.tensors, optimizer)
     sources = {section: saved.source(section) for section in saved.sections()}
     numbers = saved.state["optimizer"]["state"]
     with torch.no_grad():
-        for name, entry in plan.tensors.items():
+        for name, entry in kept.items():
             _read_into(model.get_parameter(name), weights, entry, group)
             if name in parameters and parameters[name] is not model.get_parameter(name):
                 known = sources.get("master")
                 _read_into(parameters[name], known if known is not None and name in known.tensors else weights, entry, group)
     for name, parameter in parameters.items() if optimizer is not None else ():
         assert optimizer is not None
-        entry, found = plan.tensors[name], {}
+        entry, states = kept[name], {}
         for section, source in sources.items():
             if section.startswith("optimizer.") and name in source.tensors:
-                found[section.split(".", 1)[1]] = _read_into(torch.empty_like(parameter, requires_grad=False), source, entry, group)
+                states[section.split(".", 1)[1]] = _read_into(torch.empty_like(parameter, requires_grad=False), source, entry, group)
         for key, value in numbers.get(name, {}).items():  # torch keeps the count of steps as a float32 tensor
-            found[key] = torch.tensor(float(value), dtype=torch.float32) if key == "step" else value
-        if found:
-            optimizer.state[parameter] = found
+            states[key] = torch.tensor(float(value), dtype=torch.float32) if key == "step" else value
+        if states:
+            optimizer.state[parameter] = states
     if optimizer is not None:
         for settings, kept in zip(optimizer.param_groups, saved.state["optimizer"]["groups"], strict=True):
             settings.update({k: tuple(v) if isinstance(settings.get(k), tuple) else v for k, v in kept.items()})

@@ -16,7 +16,7 @@ class Settings:
     """`batch` rows make a micro-batch, `accumulate` of them a step. `epochs` counts where `steps` is None. `length`: tokens of a row.
 
     `warmup` steps rise to `lr`, then `schedule` falls to `lr * final`. `clip` 0: no clipping. `evaluate_every`, `save_every` 0: at the end.
-    `sequence`: see parallel/sequence.py.
+    `sequence`: see parallel/sequence.py. `lora`: the rank of an adapter that is trained instead of the weights; `lora_alpha` 0: twice that.
     """
 
     steps: int | None = None
@@ -38,15 +38,29 @@ class Settings:
     packed: bool = True
     recompute: bool = False
     sequence: str = "off"
+    lora: int = 0
+    lora_alpha: float = 0.0
+    lora_targets: tuple[str, ...] = ()  # layers; (): every linear one but the head
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("accumulate", 1), ("epochs", 1), ("length", 2), ("keep", 1), ("warmup", 0), ("seed", 0)):
+        for name, least in (
+            ("batch", 1),
+            ("accumulate", 1),
+            ("epochs", 1),
+            ("length", 2),
+            ("keep", 1),
+            ("warmup", 0),
+            ("seed", 0),
+            ("lora", 0),
+        ):
             if getattr(self, name) < least:
                 raise UserError(f"{name} must be at least {least}", getattr(self, name), f"--{name} {least}")
         if self.steps is not None and self.steps < 1:
             raise UserError("steps must be at least 1", self.steps, "--steps 100")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise UserError("the learning rate must be above 0", self.lr, "--lr 2e-5")
+        if self.lora_alpha < 0 or (not self.lora and (self.lora_alpha or self.lora_targets)):
+            raise UserError("--lora-alpha and --lora-targets need --lora", self.lora_alpha or self.lora_targets, "--lora 8")
         if self.clip < 0:
             raise UserError("clip must be 0 (none) or above", self.clip, "--clip 1.0")
         if self.sequence not in ("off", "again", "keep"):

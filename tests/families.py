@@ -68,7 +68,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "granite": lambda: tf.GraniteConfig(**EVEN, residual_multiplier=0.5, logits_scaling=2.0, attention_multiplier=0.3),
     "olmo": lambda: tf.OlmoConfig(**EVEN, clip_qkv=0.7),
     "starcoder2": lambda: tf.Starcoder2Config(**EVEN),
-    "bert": lambda: tf.BertConfig(**PLAIN),
+    "bert": lambda: tf.BertConfig(**PLAIN, is_decoder=True),
     "mixtral": lambda: tf.MixtralConfig(**EVEN, **EXPERTS[0]),
     "qwen2-moe": lambda: tf.Qwen2MoeConfig(**EVEN, **EXPERTS[1], shared_expert_intermediate_size=27),
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(**EVEN, head_dim=8, **EXPERTS[1]),
@@ -100,3 +100,60 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **TOKENS, new_decoder_architecture=True, hidden_size=64, num_attention_heads=8, num_kv_heads=2, num_hidden_layers=2
     ),
 }
+
+RELATIVE: dict[str, Any] = {
+    "vocab_size": 101,
+    "decoder_start_token_id": 0,
+    "d_model": 40,
+    "d_kv": 8,
+    "num_heads": 6,
+    "d_ff": 51,
+    "num_layers": 2,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+}
+"""O-17: heads x d_kv is not d_model, and 6 heads on 4 ranks."""
+
+TWO_SIDED: dict[str, Any] = {
+    **TOKENS,
+    "decoder_start_token_id": 2,
+    "d_model": 48,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 51,
+    "decoder_ffn_dim": 53,
+}
+PICTURES: dict[str, Any] = {"intermediate_size": 53, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 16, "patch_size": 4}
+
+TRANSLATORS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "t5": lambda: tf.T5Config(**RELATIVE),
+    "flan-t5": lambda: tf.T5Config(**RELATIVE, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "mt5": lambda: tf.MT5Config(**RELATIVE),
+    "umt5": lambda: tf.UMT5Config(**RELATIVE),
+    "bart": lambda: tf.BartConfig(**TWO_SIDED, max_position_embeddings=64),
+    "mbart": lambda: tf.MBartConfig(**TWO_SIDED, max_position_embeddings=64),
+    "marian": lambda: tf.MarianConfig(**TWO_SIDED, max_position_embeddings=64),
+    "pegasus": lambda: tf.PegasusConfig(**TWO_SIDED, max_position_embeddings=64),
+    "whisper": lambda: tf.WhisperConfig(**TWO_SIDED, max_source_positions=20, max_target_positions=32, num_mel_bins=8),
+}
+"""Encoder-decoders."""
+
+ENCODERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "bert": lambda: tf.BertConfig(**PLAIN),
+    "bert-alone": lambda: tf.BertConfig(**PLAIN, architectures=["BertModel"]),
+    "bert-classifier": lambda: tf.BertConfig(**PLAIN, architectures=["BertForSequenceClassification"]),
+    "roberta": lambda: tf.RobertaConfig(**PLAIN),
+    "distilbert": lambda: tf.DistilBertConfig(**TOKENS, dim=48, hidden_dim=51, n_layers=2, n_heads=6, max_position_embeddings=64),
+    "electra": lambda: tf.ElectraConfig(**PLAIN, embedding_size=24),
+    "albert": lambda: tf.AlbertConfig(**PLAIN, embedding_size=24),
+    "modernbert": lambda: tf.ModernBertConfig(**PLAIN, local_attention=8, cls_token_id=1, sep_token_id=2),
+    "t5-encoder": lambda: tf.T5Config(**RELATIVE, architectures=["T5EncoderModel"]),
+    "vit": lambda: tf.ViTConfig(hidden_size=48, **PICTURES),
+    "clip": lambda: tf.CLIPConfig(projection_dim=20, text_config=PLAIN, vision_config={"hidden_size": 36, **PICTURES}),
+    "siglip": lambda: tf.SiglipConfig(
+        text_config={**PLAIN, "projection_size": 48}, vision_config={"hidden_size": 48, **PICTURES, "num_attention_heads": 4}
+    ),
+}
+"""O-21: of text, of pictures (3 heads), of both."""

@@ -199,7 +199,7 @@ def test_the_whole_model_is_transformers_own(tmp_path):
 def test_the_trail_of_equal_models_has_no_parting():
     config = tiny.config("llama")
     model = tiny.whole(config)
-    asked = questions(config.vocab_size).briefly()
+    asked = questions(model).briefly()
     with trail.recording(model) as first:
         ask(model, asked)
     with trail.recording(model) as second:

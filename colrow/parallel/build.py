@@ -12,7 +12,6 @@ Not here: deciding anything (the plan does), reading files, proving that the res
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
+from ..planning import models
 from ..planning.graph import is_table
 from ..planning.plan import Edit, Plan, Region
-from ..planning.trace import model_class
 from . import attention, borders, embedding, experts, generate, gradients, guards, head, linear, load, once, random, save, sequence_probe
 from .check import check, reduces
 from .sequence import Mode, Sequence, with_partial_gradients
@@ -37,7 +36,7 @@ def empty(config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = 
     """The whole model without memory: every parameter and buffer is on the meta device. `attention`: instead of the config's."""
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     with load.BUILDING, torch.device("meta"):
-        return model_class(config).from_config(copy.deepcopy(config), dtype=dtype, **options)
+        return models.build(config, dtype=dtype, **options)
 
 
 def parallelize(model: nn.Module, plan: Plan, group: Group, sequence: Mode = "off") -> nn.Module:
@@ -76,6 +75,10 @@ def _apply(model: nn.Module, plan: Plan, group: Group, cut: Sequence | None) -> 
     state = State(plan, group, sequence=cut)
     for entry in plan.tensors.values():
         _slice(model.get_parameter(entry.name), entry.partition, group.rank)
+    for buffer in plan.buffers:
+        path, _, key = buffer.name.rpartition(".")
+        whole = model.get_buffer(buffer.name)
+        model.get_submodule(path)._buffers[key] = buffer.partition.split(whole, group.rank).clone()
     reduced = _change_layers(model, plan, group, cut)
     for edit in plan.edits:
         _edit(model.get_submodule(edit.module), edit, group.rank)

@@ -17,7 +17,7 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
 from ..planning.graph import is_table
-from ..planning.plan import Attention, Edit, Plan, Region, TensorPlan
+from ..planning.plan import Attention, BufferPlan, Edit, Plan, Region, TensorPlan
 from . import attention
 from .embedding import check_vocab
 from .linear import OUTPUT_DIM
@@ -34,6 +34,8 @@ def check(model: nn.Module, plan: Plan, group: Group) -> None:
     _check_names(model, plan)
     for entry in plan.tensors.values():
         _check_tensor(model, plan, entry)
+    for buffer in plan.buffers:
+        _check_buffer(model, plan, buffer)
     for region in plan.regions:
         _check_region(model, plan, region)
         if plan.regions.count(region) > 1:
@@ -75,6 +77,17 @@ def _check_tensor(model: nn.Module, plan: Plan, entry: TensorPlan) -> None:
     for name in (entry.name, *entry.aliases):
         module, _, key = name.rpartition(".")
         _check_cut(plan, model.get_submodule(module), module, key, entry)
+
+
+def _check_buffer(model: nn.Module, plan: Plan, buffer: BufferPlan) -> None:
+    found = dict(model.named_buffers()).get(buffer.name)
+    if found is None or tuple(found.shape) != buffer.shape:
+        raise UserError(
+            f"the plan cuts a buffer {buffer.name} of shape {buffer.shape}", found if found is None else tuple(found.shape), AGAIN
+        )
+    cut = buffer.partition
+    if cut.ranks != plan.ranks or cut.dim is None or cut.size != buffer.shape[cut.dim]:
+        raise UserError(f"the partition of {buffer.name} does not cover it", cut.pieces, f"the shape is {buffer.shape}")
 
 
 def _check_cut(plan: Plan, module: nn.Module, name: str, key: str, entry: TensorPlan) -> None:

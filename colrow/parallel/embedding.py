@@ -22,7 +22,8 @@ from ..partition import Partition
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """`num_embeddings` is the rank's number of rows, `padding_idx` the padding row's place among them (None on ranks without it)."""
+    """`weight` has the rank's rows, `padding_idx` is the padding row's place among them (None on ranks without it). `num_embeddings` is
+    that of the whole table: which ids there are (Whisper's code makes its positions of it)."""
 
     group: Group
     partition: Partition
@@ -57,7 +58,7 @@ class VocabParallelEmbedding(nn.Embedding):
     def lookup(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Those of the ids that are the rank's own, in a table of its rows; zeros for the others."""
         local, held = local_ids(ids, self.partition, self.group.rank)
-        if self.num_embeddings == 0:  # the empty sum keeps the table in the graph, so that all ranks build the same one
+        if len(table) == 0:  # the empty sum keeps the table in the graph, so that all ranks build the same one
             return table.new_zeros(*ids.shape, table.shape[1]) + table.sum()
         rows = F.embedding(local, table, self.padding_idx, sparse=self.sparse)
         return rows.masked_fill(~held.unsqueeze(-1), 0)
@@ -67,7 +68,6 @@ def make_vocab(layer: nn.Embedding, partition: Partition, group: Group, name: st
     """Turns an embedding whose weight is the rank's rows already into a vocabulary-parallel one, in place."""
     padding = layer.padding_idx
     layer.__class__ = _vocab_class(type(layer))  # type: ignore[arg-type]
-    layer.num_embeddings = layer.weight.shape[0]
     layer.padding_idx = None if padding is None else partition.local_offset(group.rank, padding)
     layer.partition, layer.group, layer.name = partition, group, name  # type: ignore[assignment]
 

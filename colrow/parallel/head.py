@@ -25,6 +25,7 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
 from ..planning.plan import Attention
+from . import inline_loss
 from .loss import parallel_cross_entropy
 from .state import State, state_of
 
@@ -47,8 +48,10 @@ def install(model: nn.Module, state: State) -> None:
     if state.group.size > 1 and state.plan.attention:
         model.register_forward_hook(lambda _, __, output: _whole_attentions(output, state))
     region = state.head
-    if region is None or region.partition is None or not hasattr(type(model), "loss_function"):
+    if region is None or region.partition is None or state.group.size == 1 or not hasattr(type(model), "loss_function"):
         return
+    if inline_loss.computes_own(model):
+        inline_loss.install(model, state, region)
     model.loss_function = parallel_loss(model.loss_function, state.group, region.partition)  # type: ignore[assignment,arg-type]
 
 

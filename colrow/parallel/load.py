@@ -44,7 +44,8 @@ def from_source(
     plan, rank = _plan_of(model)
     shapes = {name: entry.shape for name, entry in plan.tensors.items()}
     buffers = dict(_persistent_buffers(model))
-    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    cuts = {b.name: b for b in plan.buffers}
+    shapes |= {name: cuts[name].shape if name in cuts else tuple(buffer.shape) for name, buffer in buffers.items()}
     aliases = {name: entry.aliases for name, entry in plan.tensors.items()}
     matched = names.match(model, source, shapes, aliases, optional=buffers)
 
@@ -63,7 +64,8 @@ def from_source(
     _fill(model, plan, rank, piece, dtype, device, progress)
     for name, buffer in buffers.items():
         if name in matched.keys:
-            _set(model, name, matched.source.read(matched.keys[name], None, (), buffer.dtype).to(device))
+            dim, ranges = (cuts[name].partition.dim, cuts[name].partition.pieces[rank]) if name in cuts else (None, ())
+            _set(model, name, matched.source.read(matched.keys[name], dim, ranges, buffer.dtype).to(device))
     remake_buffers(model, device)
     _check_nothing_on_meta(model)
     return matched.warnings
@@ -82,9 +84,11 @@ def from_whole(
         return entry.partition.split(state[name].detach(), rank).to(wanted, copy=True).contiguous()
 
     _fill(model, plan, rank, piece, dtype, device, None)
+    cuts = {b.name: b.partition for b in plan.buffers}
     for name, _ in _persistent_buffers(model):
         if name in state:
-            _set(model, name, state[name].detach().to(device, copy=True))
+            value = state[name].detach()
+            _set(model, name, (cuts[name].split(value, rank) if name in cuts else value).to(device, copy=True))
     remake_buffers(model, device)
     _check_nothing_on_meta(model)
 

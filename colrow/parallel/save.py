@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..comm import collectives
 from ..errors import UserError
-from .collect import whole_parameters
+from .collect import whole_parameters, whole_tensor
 from .state import State
 
 
@@ -45,6 +45,8 @@ def install(model: nn.Module, state: State) -> None:
         if state_dict is None:
             split = {name for name, _ in state.plan.names()}
             buffers = {name: value for name, value in model.state_dict().items() if name not in split}
+            for b in state.plan.buffers:
+                buffers[b.name] = whole_tensor(buffers[b.name], b.partition, state.group, f"buffers.{b.name}")
             state_dict = whole_parameters(model, everywhere=False) | buffers
         if state.group.rank == 0:
             original(directory, *args, state_dict=state_dict, **kwargs)

@@ -74,21 +74,35 @@ def total(found: Iterable[Predicted], algorithm: Algorithm = "ring", section: Se
     return Sum(sum(p.calls for p in these), sum(p.logical_bytes for p in these), sum(p.moved_bytes(algorithm) for p in these))
 
 
-def predict(plan: Plan, batch: int, seq: int, phase: Phase, dtype_bytes: int = 2, whole_logits: bool | None = None) -> list[Predicted]:
+def predict(
+    plan: Plan,
+    batch: int,
+    seq: int,
+    phase: Phase,
+    dtype_bytes: int = 2,
+    whole_logits: bool | None = None,
+    source: int | None = None,
+    loss: bool = True,
+) -> list[Predicted]:
     """The collectives of one pass over (batch, seq) tokens; in "decode" over (batch, 1), whatever `seq` is.
 
-    `whole_logits`: whether every rank gets all columns; by default yes but in training. In a group of one rank there are none.
+    `whole_logits`: whether every rank gets all columns; by default yes but in training. `source`: tokens of an encoder's input, by default
+    `seq`. `loss`: whether a training pass computes its loss from labels. In a group of one rank there are none.
     """
+    source = seq if source is None else source
     seq = 1 if phase == "decode" else seq
     whole_logits = phase in ("prefill", "decode") if whole_logits is None else whole_logits
     found: list[Predicted] = []
     for region in plan.regions:
+        if phase == "decode" and not region.steps:
+            continue
         ops = _backward(region) if phase == "train_backward" else _forward(region, whole_logits)
         for op, name in ops:
-            size, unit = _bytes(region, batch, seq, dtype_bytes)
+            size, unit = _bytes(region, {"B": batch, "S": seq, "E": source}, dtype_bytes)
             parts = _parts(region, size)
-            found += [Predicted(op, name, 1, size, ranks, parts, unit) for ranks in region.ranks or (tuple(range(plan.ranks)),)]
-    if phase == "train_forward":
+            every, n = region.ranks or (tuple(range(plan.ranks)),), region.calls
+            found += [Predicted(op, name, n, n * size, ranks, parts, unit) for ranks in every]
+    if phase == "train_forward" and loss:
         found += _loss(plan, batch * seq, max(dtype_bytes, 4))
     if phase == "train_backward":
         found += _gradients(plan, dtype_bytes)
@@ -112,9 +126,8 @@ def _backward(region: Region) -> Iterator[tuple[str, str]]:
         yield "all_reduce", f"{region.name}.grad"
 
 
-def _bytes(region: Region, batch: int, seq: int, dtype_bytes: int) -> tuple[int, int]:
+def _bytes(region: Region, sizes: dict[str, int], dtype_bytes: int) -> tuple[int, int]:
     """Of the whole tensor, and of one element."""
-    sizes = {"B": batch, "S": seq}
     shape = [sizes[n] if isinstance(n, str) else n for n in region.shape]
     if region.op == "mean_square":
         shape[-1] = 1  # one statistic a row

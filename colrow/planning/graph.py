@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .factors import Node, leaves, resolve
+from .inputs import DECODED, TOKENS, vocabulary
 from .rules import Axes, follow
 from .trace import Call, Op, Trace, TraceError
 
-REALISTIC = {"B": 4, "S": 1024}
+REALISTIC = {"B": 4, "S": 1024, "E": 1024}
 """Sizes that stand for the traced ones in costs: with the traced ones, attention scores look smaller than a hidden vector."""
 
 PRODUCTS = (nn.Linear, Conv1D)  # exactly these: a class of a model's own may do more
@@ -128,7 +130,24 @@ class Graph:
     @cached_property
     def from_input(self) -> list[bool]:
         """Whether a value depends on the model's inputs."""
-        out = [v.kind == "input" for v in self.trace.values]
+        return self._from(set(self.trace.inputs.values()))
+
+    @cached_property
+    def in_steps(self) -> list[bool]:
+        """Whether a value is made in every step of decoding with the cache: it depends on the sequence that becomes longer, or on no input
+        and is used for what does. True for every value of a model without such a sequence."""
+        sequence = next((self.trace.inputs[name] for name in (DECODED, TOKENS) if name in self.trace.inputs), None)
+        if sequence is None:
+            return [True] * len(self.trace.values)
+        out = self._from({sequence})
+        for op in reversed(self.trace.ops):
+            needed = any(out[o] for o in self.results[op.index])
+            for v in self.inputs[op.index]:
+                out[v] |= needed and not self.from_input[v]
+        return out
+
+    def _from(self, inputs: set[int]) -> list[bool]:
+        out = [v.id in inputs for v in self.trace.values]
         for op in self.trace.ops:
             if any(out[v] for v in self.inputs[op.index]):
                 for o in self.results[op.index]:
@@ -208,6 +227,11 @@ class Graph:
         """The module looks up in its table through nn.Embedding, whatever it does before and after."""
         return is_table(self.trace.modules.get(module, object))
 
+    def is_scores(self, output: str, value: int) -> bool:
+        """The output is the logits of a vocabulary, of which loss and sampling take slices."""
+        sizes = {vocabulary(self.trace.config), vocabulary(self.trace.config, decoder=True)}
+        return output == "logits" and self.trace.values[value].shape[-1] in sizes
+
     def per_token(self, value: int) -> float:
         """Elements of a value per token, for realistic batch and sequence lengths."""
         total = 1
@@ -227,15 +251,18 @@ class Graph:
         return max(widths, key=lambda w: (widths[w], w), default=1)
 
     def symbols(self, value: int) -> tuple[int | str, ...]:
-        """The shape of a value with "B" and "S" for the axes of the inputs (a flattened B*S counts as both)."""
+        """The shape of a value with "B", "S" and "E" for the axes of the inputs (a flattened B*S counts as both)."""
         out: list[int | str] = []
         for dim, n in zip(self.axes.dims[value], self.trace.values[value].shape, strict=True):
             nodes = resolve(dim)
             named = [leaf.symbol for node in nodes for leaf in leaves([node]) if leaf.symbol]
-            if named and all(_symbolic(node) for node in nodes):
-                out.extend(dict.fromkeys(named))
-            else:
+            if not named:
                 out.append(n)
+            elif all(_symbolic(node) for node in nodes):
+                out.extend(dict.fromkeys(named))
+            else:  # the patches of all pictures of a batch in one dim
+                out.extend(dict.fromkeys(named))
+                out.append(prod(node.size for node in nodes if not _symbolic(node)))
         return tuple(out)
 
 

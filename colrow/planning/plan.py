@@ -1,11 +1,12 @@
 """Plan: how one model is split, as data. Enough to split it without deriving anything again.
 
-A plan has four parts, each entry with its reason in words:
+A plan has five parts, each entry with its reason in words:
 
 * `tensors`    one per parameter: its partition, its role, and whether its gradient arrives whole or as a part to be summed;
 * `regions`    where a tensor changes its state between ranks: f, g, a gather, a reduced statistic, at a module's input or output;
 * `edits`      integers of modules (head counts, split sizes) that differ on a rank;
-* `attention`  for each attention call, the query and KV heads of every rank.
+* `attention`  for each attention call, the query and KV heads of every rank;
+* `buffers`    saved buffers that are cut.
 
 It is made by `choose.py`, checked by `replay.py`, applied by `parallel/build.py`, priced by `cost.py`. It knows no weights and no process
 groups, and it is written to and read from JSON without loss. `Plan.check` refuses a plan that does not fit the model.
@@ -61,7 +62,8 @@ class Region:
 
     `place` is "input" or "output"; `arg` names the input (a parameter name of the module's forward) or the output ("0" for a tensor or the
     first of a tuple, a field name such as "logits" for a dict). `shape` is the shape of the WHOLE tensor with "B" and "S" for batch and
-    sequence length, so that bytes can be predicted. `dtype` "float32" means that, and "" the model's dtype.
+    sequence length, "E" for that of an encoder with a decoder behind it, so that bytes can be predicted. `dtype` "float32" means that, and
+    "" the model's dtype.
     """
 
     module: str
@@ -74,6 +76,10 @@ class Region:
     ranks: tuple[tuple[int, ...], ...] = ()  # the groups that reduce separately; () = all ranks together
     dtype: str = ""
     shares: str = ""  # copy: the call site of an earlier f of the same tensor, which serves this border too (one all-reduce)
+    calls: int = 1  # how often the module runs in one pass (layers that share their weights)
+    steps: bool = True
+    """Whether every step of decoding with the cache comes here. False: what changes its state is made of no token (an encoder's input, a
+    picture), so it is made once."""
 
     @property
     def name(self) -> str:
@@ -114,6 +120,16 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class BufferPlan:
+    """A buffer that is saved with the model and cut like a parameter (BART's bias of the logits). All others are whole."""
+
+    name: str
+    shape: tuple[int, ...]
+    partition: Partition
+    reason: str
+
+
+@dataclass(frozen=True)
 class Note:
     """Something that stays whole or costs more than it could, and why: names the module and the op."""
 
@@ -130,6 +146,7 @@ class Plan:
     regions: tuple[Region, ...] = ()
     edits: tuple[Edit, ...] = ()
     attention: tuple[Attention, ...] = ()
+    buffers: tuple[BufferPlan, ...] = ()
     notes: tuple[Note, ...] = ()
     weights: tuple[float, ...] = ()  # of unequal devices; () = equal
     config_digest: str = ""  # of the config the plan was made for
@@ -153,7 +170,7 @@ class Plan:
 
     def to_json(self) -> str:
         data = asdict(self) | {"tensors": [_tensor_json(t) for t in self.tensors.values()]}
-        for part in ("regions", "attention"):
+        for part in ("regions", "attention", "buffers"):
             data[part] = [_with_partitions(x) for x in getattr(self, part)]
         return json.dumps(data, indent=1)
 
@@ -213,6 +230,7 @@ def _plan_from(data: dict[str, Any]) -> Plan:
         regions=tuple(_read(Region, r) for r in data["regions"]),
         edits=tuple(_read(Edit, e) for e in data["edits"]),
         attention=tuple(_read(Attention, a) for a in data["attention"]),
+        buffers=tuple(_read(BufferPlan, b) for b in data.get("buffers", ())),
         notes=tuple(_read(Note, n) for n in data["notes"]),
         weights=tuple(data["weights"]),
         config_digest=data["config_digest"],

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from .inputs import DECODED, TOKENS, Example, examples
 from .ints import Expr, Tracked
 from .sizes import IntReader
-from .trace import BATCH, LENGTH, SOURCE_LENGTH, AttentionCall, Call, IntUse, Op, Ref, Trace, TraceError, Value
+from .trace import BATCH, LENGTH, SOURCE_LENGTH, AttentionCall, Call, IntUse, Op, Ref, Trace, TraceError, Value, references
 
 THROUGH_INTERFACE, EAGER = "colrow_trace", "eager"
 SMALL = 1 << 16  # elements of a constant whose content is kept
@@ -72,11 +74,14 @@ class Recorder(TorchDispatchMode):
             return self._host_read(func, inputs, args)
         constant = all(self.values[i]["constant"] for i in inputs) and torch.Tag.nondeterministic_seeded not in func.tags
         ref_args, ref_kwargs = self._refs(args), self._refs(kwargs)
-        content = self._on_cpu(func, ref_args, ref_kwargs) if constant else None
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        content = None if drawn else self._on_cpu(func, ref_args, ref_kwargs)
         try:
             result = func(*args, **kwargs)
         except NotImplementedError as e:
-            raise TraceError(f"{self.where()}: {func} has no shape without numbers") from e
+            result = self._by_numbers(func, ref_args, ref_kwargs)
+            if result is None:
+                raise TraceError(f"{self.where()}: {func} has no shape without numbers") from e
         outputs, mutates, writes = list[int](), None, list[int]()
         results = result if isinstance(result, tuple | list) else (result,)
         contents = content if isinstance(content, tuple | list) else (content,) * len(results)
@@ -88,7 +93,7 @@ class Recorder(TorchDispatchMode):
                 mutates = self.known[id(out)]
                 writes += [v for v in self.memory[out.untyped_storage()._cdata] if v != mutates]
                 if not constant or data is None:
-                    self._overwritten(out, constant)
+                    self._overwritten(out, constant, data is not None)
             small = data if isinstance(data, torch.Tensor) and data.numel() <= SMALL else None
             outputs.append(self.add(out, "result", constant=constant, data=small))
         call = self.open[-1] if self.open else 0
@@ -106,15 +111,15 @@ class Recorder(TorchDispatchMode):
             return {k: self._refs(v) for k, v in tree.items()}
         return int(tree) if isinstance(tree, Tracked) else tree
 
-    def _on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The content of an op on constants, or None where an input's content is unknown or the op cannot run."""
+    def _on_cpu(self, func: Any, args: Any, kwargs: Any, unknown: bool = False) -> Any:
+        """The content of an op whose inputs are all known, or None where it cannot run. `unknown`: zeros stand for what is not known."""
 
         def fill(tree: Any) -> Any:
             if isinstance(tree, Ref):
-                data = self.values[tree.id]["data"]
-                if data is None:
+                value = self.values[tree.id]
+                if value["data"] is None and not unknown:
                     raise LookupError
-                return data
+                return value["data"] if value["data"] is not None else torch.zeros(value["shape"], dtype=value["dtype"])
             if isinstance(tree, list | tuple):
                 return type(tree)(fill(x) for x in tree)
             if isinstance(tree, dict):
@@ -126,11 +131,24 @@ class Recorder(TorchDispatchMode):
         except (LookupError, RuntimeError, NotImplementedError, TypeError, IndexError):
             return None
 
-    def _overwritten(self, tensor: torch.Tensor, constant: bool) -> None:
-        """Something unknown was written into memory: what lies there is no longer known, nor constant unless `constant`."""
+    def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The shapes of an op whose result's size depends on numbers that are known: which places of a row are a picture's."""
+        masks = [ref.id for ref in references((args, kwargs)) if not self.values[ref.id]["dtype"].is_floating_point]
+        if not masks or any(self.values[i]["data"] is None for i in masks):
+            return None
+        found = self._on_cpu(func, args, kwargs, unknown=True)
+        return tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, found)
+
+    def _overwritten(self, tensor: torch.Tensor, constant: bool, known: bool) -> None:
+        """Something was written into memory: what lies there is no longer known unless it was, nor constant unless `constant`."""
         for at in self.memory[tensor.untyped_storage()._cdata]:
-            self.values[at]["data"] = None
+            self.values[at]["data"] = self.values[at]["data"] if known else None
             self.values[at]["constant"] &= constant
+
+    def content(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The numbers of a tensor, where they are known."""
+        found: torch.Tensor | None = self.values[self.value(tensor)]["data"]
+        return found
 
     def _host_read(self, func: Any, inputs: list[int], args: Any) -> Any:
         data = [self.values[i]["data"] for i in inputs]
@@ -206,17 +224,6 @@ AttentionInterface.register(THROUGH_INTERFACE, _attention)
 AttentionMaskInterface.register(THROUGH_INTERFACE, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
 
 
-def _inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What the model is called with: token ids, for an encoder-decoder two of them."""
-    main = model.main_input_name
-    if main != "input_ids":
-        raise TraceError(f"the model takes {main}, not token ids")
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
-    if not getattr(model.config, "is_encoder_decoder", False):
-        return {"input_ids": ids}
-    return {"input_ids": torch.zeros(BATCH, SOURCE_LENGTH, dtype=torch.long, device="meta"), "decoder_input_ids": ids}
-
-
 def _hook(model: PreTrainedModel, r: Recorder, stack: ExitStack) -> dict[tuple[str, str], int]:
     """Watch the borders of every module and make its integers tracked ones. Returns those integers."""
     attributes: dict[tuple[str, str], int] = {}
@@ -257,8 +264,11 @@ def _track(path: str, module: torch.nn.Module) -> dict[tuple[str, str], int]:
     return found
 
 
-def record(model: PreTrainedModel, bypasses: bool) -> Trace:
-    """Run `model` (on meta; it is used up by this) and return its trace."""
+def record(model: PreTrainedModel, bypasses: bool, example: Example | None = None) -> Trace:
+    """Run `model` (on meta; it is used up by this) and return its trace. `example`: what it is given, by default the first that there is.
+
+    Where more than token ids go in, their numbers are known in the trace: where a picture stands decides which ops run.
+    """
     r = Recorder()
     parameters: dict[str, int] = {}
     aliases: dict[str, tuple[str, ...]] = {}
@@ -272,8 +282,11 @@ def record(model: PreTrainedModel, bypasses: bool) -> Trace:
     for name, b in model.named_buffers():
         r.value(b)
         r.values[r.known[id(b)]]["name"] = name
-    arguments = _inputs(model)
-    inputs = {name: r.add(t, "input", name) for name, t in arguments.items()}
+    kept = model.state_dict().keys()
+    given = example or next(examples(model, BATCH, LENGTH, SOURCE_LENGTH))
+    arguments = {name: t.to("meta") for name, t in given.items()}
+    known = not given.keys() <= {TOKENS, DECODED}
+    inputs = {name: r.add(t, "input", name, data=given[name].clone() if known else None) for name, t in arguments.items()}
     with ExitStack() as stack:
         attributes = _hook(model, r, stack)
         stack.enter_context(torch.no_grad())
@@ -296,5 +309,6 @@ def record(model: PreTrainedModel, bypasses: bool) -> Trace:
         modules={path: type(m) for path, m in model.named_modules()},
         attributes=attributes,
         int_uses=r.int_uses,
+        saved=frozenset(name for name, _ in model.named_buffers() if name in kept),
         bypasses=bypasses,
     )

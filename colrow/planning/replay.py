@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from . import inputs
 from .plan import Plan
 from .replay_borders import Borders
 from .replay_memory import Memory, put
@@ -63,14 +64,14 @@ def check(config: PreTrainedConfig | Trace, plan: Plan, backward: bool = True, s
 
 def _start_values(t: Trace, draw: torch.Generator) -> dict[int, torch.Tensor]:
     """Parameters, inputs and buffers, filled so that nothing hides: no zero biases, no unit norms."""
-    vocabulary = getattr(t.config.get_text_config(), "vocab_size", 2)
+    vocabulary = inputs.vocabulary(t.config) or 2
     out = {}
     for v in t.values:
         if v.kind == "parameter":
             noise = torch.randn(v.shape, generator=draw, dtype=torch.float64)
             out[v.id] = (1 + 0.3 * noise if len(v.shape) == 1 else 0.2 * noise).requires_grad_()
         elif v.kind == "input":
-            out[v.id] = torch.randint(0, vocabulary, v.shape, generator=draw)
+            out[v.id] = v.data if v.data is not None else torch.randint(0, vocabulary, v.shape, generator=draw)
         elif v.kind == "buffer":
             out[v.id] = v.data if v.data is not None else _filled(v.shape, v.dtype, draw)
     return out

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 
 from .factors import Dim, Factors
-from .trace import LENGTH, Op, Ref, Trace
+from .inputs import DECODED, TOKENS
+from .trace import BATCH, Op, Ref, Trace
 
 Kind = Literal["constant", "contract", "sum", "mean", "index", "linear", "add", "mul", "div", "nonlinear", "opaque"]
 """How the outputs depend on the inputs, which decides whether partial sums may pass:
@@ -74,6 +75,7 @@ SAME_SHAPE = (
 """Coordinate by coordinate like the ops that torch tags as pointwise, but not tagged."""
 
 
+COPIES = ("_to_copy", "clone", "detach", "alias")
 FOLLOWED = ("view", "_unsafe_view", "unsqueeze", "expand", "transpose", "permute")
 """Through which axes are followed in constants too."""
 
@@ -110,23 +112,29 @@ def follow(trace: Trace) -> Axes:
     for value in trace.values:
         if value.kind != "result":
             axes.dims[value.id] = axes.fresh(value.shape)
-    for name, at in trace.inputs.items():
-        _mark_input(axes, name, at)
+    _mark_inputs(axes)
     for op in trace.ops:
         axes.factors.why = f"{op.name} in {trace.module_of(op) or 'the model'}"
         axes.effects.append(_apply(axes, op))
     return axes
 
 
-def _mark_input(axes: Axes, name: str, at: int) -> None:
-    """Batch and sequence of the inputs carry symbols, so that costs can be told for realistic sizes."""
-    shape = axes.trace.values[at].shape
-    axes.dims[at] = [axes.factors.fresh(n, symbol="B" if d == 0 else "S") for d, n in enumerate(shape)]
-    inputs = list(axes.trace.inputs.values())
-    if at != inputs[0]:
-        axes.factors.unify(axes.dims[at][0], axes.dims[inputs[0]][0])
-        if shape[1] == axes.trace.values[inputs[0]].shape[1] == LENGTH:
-            axes.factors.unify(axes.dims[at][1], axes.dims[inputs[0]][1])
+def _mark_inputs(axes: Axes) -> None:
+    """Batch and sequences of the inputs carry symbols, so that costs can be told for realistic sizes: "S" is the sequence that decoding
+    makes longer, "E" an encoder's. A picture's or a sound's own sizes are the model's, and plain numbers."""
+    values, inputs = axes.trace.values, axes.trace.inputs
+    rows, sequence = axes.factors.fresh(BATCH, symbol="B"), next((n for n in (DECODED, TOKENS) if n in inputs), "")
+    named = {TOKENS: "E", sequence: "S"}
+    symbols = {name: axes.factors.fresh(values[inputs[name]].shape[1], symbol=s) for name, s in named.items() if name in inputs}
+    for at in inputs.values():
+        shape, dims = values[at].shape, axes.dims[at]
+        if not shape or shape[0] % BATCH:
+            continue
+        dims[0] = [*rows, *axes.factors.fresh(shape[0] // BATCH)]
+        if len(shape) > 1 and not values[at].dtype.is_floating_point:
+            dims[1] = next((s for s in symbols.values() if s and s[0].size == shape[1]), dims[1])
+    for name, dim in symbols.items():
+        axes.dims[inputs[name]][1] = dim
 
 
 def _apply(axes: Axes, op: Op) -> Effect:
@@ -139,7 +147,7 @@ def _apply(axes: Axes, op: Op) -> Effect:
                 axes.dims[o] = axes.dims[op.mutates]
             else:
                 axes.dims[o] = axes.fresh(values[o].shape)
-                if inputs and (torch.Tag.pointwise in op.func.tags or op.name in ("_to_copy", "clone")):
+                if inputs and (torch.Tag.pointwise in op.func.tags or op.name in COPIES):
                     axes.dims[o] = broadcast(axes, inputs, values[o].shape)
                 elif op.name in FOLLOWED:
                     (axes.dims[o],) = RULES[op.name](axes, op, bind(op))[1]

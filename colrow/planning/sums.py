@@ -61,7 +61,7 @@ class Flow:
     """The state of values for one choice. `partial`: sums still to be added. `reduced`: the borders where they are. `gathered`: outputs of
     the model that every rank has a slice of. `sources`: ops that leave partial sums, with the cut leaves they sum over. `once`: parameters
     that are added to partial sums as they are, and therefore used by one rank only. `sliced`: constants of the model's code that enter a
-    module for all heads, of which a rank needs its own."""
+    module for all heads, of which a rank needs its own. `buffers`: buffers saved with the model, cut like parameters."""
 
     chosen: frozenset[Node]
     partial: set[int] = field(default_factory=set)
@@ -70,6 +70,7 @@ class Flow:
     sources: dict[int, frozenset[Node]] = field(default_factory=dict)
     once: set[str] = field(default_factory=set)
     sliced: dict[tuple[int, str], Border] = field(default_factory=dict)
+    buffers: set[int] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
 
     def is_partial(self, value: int) -> bool:
@@ -108,7 +109,9 @@ class _Walk:
             if self.flow.is_partial(v):
                 self._reduce(v, None)
                 return self.run()
-            if self.graph.leaves[v] & self.flow.chosen:
+            if self.graph.leaves[v] & self.flow.chosen and not self.graph.is_scores(name, v):
+                self.problem(None, f"{name} would be a slice, which only scores of a vocabulary may be")
+            elif self.graph.leaves[v] & self.flow.chosen:
                 self.flow.gathered.append(Border(0, "output", name, v))
         return self.flow
 
@@ -181,10 +184,23 @@ class _Walk:
             if not graph.leaves[v] & flow.chosen:
                 continue
             value = graph.trace.values[v]
+            if value.constant and self._buffer(v):
+                continue
             if value.constant and not alike(self.graph, self.flow.chosen, v) and not (self.can.constants and self._sliced(v, op)):
                 self.problem(op, "takes a constant of the model's code with one entry per index of it")
                 return True
         return False
+
+    def _buffer(self, value: int) -> bool:
+        """A buffer saved with the model, used on the cut axes only (a bias of the logits): a rank holds its part."""
+        graph, cut = self.graph, self.flow.chosen
+        if graph.trace.values[value].name not in graph.trace.saved:
+            return False
+        users = [graph.op(i) for i in graph.consumers[value]]
+        if not all(any(graph.leaves[o] & cut for o in user.outputs if o >= 0) for user in users):
+            return False
+        self.flow.buffers.add(value)
+        return True
 
     def _sliced(self, value: int, op: Op) -> bool:
         """A constant that enters a module in which it is used on the cut axes only: a slice of it enters instead (ALiBi's slopes)."""
@@ -354,6 +370,8 @@ def alike(graph: Graph, chosen: frozenset[Node], value: int) -> bool:
         before = graph.trace.values[graph.inputs[made][0]].shape
         cut = [d - len(graph.axes.dims[value]) for d, dim in enumerate(graph.axes.dims[value]) if chosen.intersection(leaves(dim))]
         return all(len(before) < -d or before[d] == 1 for d in cut)
+    if op.name in ("detach", "alias"):
+        return alike(graph, chosen, graph.inputs[made][0])
     return op.name in FACTORIES or (torch.Tag.pointwise in op.func.tags and all(alike(graph, chosen, v) for v in graph.inputs[made]))
 
 

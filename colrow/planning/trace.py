@@ -10,15 +10,16 @@ An in-place op makes a new value; `Op.mutates` says which older value occupies t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from .inputs import Example, examples
 from .ints import Expr
+from .models import build
 
 BATCH, LENGTH, SOURCE_LENGTH = 2, 7, 11
 """Sizes of the traced inputs. Never 1, which would hide an axis; `SOURCE_LENGTH` is an encoder's, where a decoder has `LENGTH`."""
@@ -133,6 +134,7 @@ class Trace:
     modules: dict[str, type]  # path -> class; "" is the model
     attributes: dict[tuple[str, str], int]  # integers of modules
     int_uses: list[IntUse]
+    saved: frozenset[str] = frozenset()  # buffers that are saved with the model
     bypasses: bool = False  # attention does not go through the AttentionInterface (no entry in `attention`)
 
     def module_of(self, op: Op) -> str:
@@ -154,32 +156,45 @@ def references(tree: Any) -> Iterator[Ref]:
         yield from references(list(tree.values()))
 
 
-def model_class(config: PreTrainedConfig) -> Any:
-    """The transformers auto class that fits a config: causal LM, else sequence to sequence, masked LM, the bare model."""
-    order: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForMaskedLM)
-    return next((auto for auto in order if type(config) in auto._model_mapping), AutoModel)
-
-
 def empty_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """The model of a config on the meta device, in eval mode and float32 (casts to float32 in its code then cost no op)."""
     options = {"attn_implementation": attention, "dtype": torch.float32}
     with torch.device("meta"):
-        model = model_class(config).from_config(copy.deepcopy(config), **options)
+        model = build(config, **options)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # static shapes; for tracing only
     return model.eval()
 
 
 def trace(config: PreTrainedConfig) -> Trace:
-    """Record one forward pass without cache. TraceError where the model's code needs numbers that meta tensors do not have."""
+    """Record one forward pass without cache. TraceError where the model's code needs numbers that meta tensors do not have.
+
+    Of the ways to call the model (inputs.py) the first that can be followed is taken.
+    """
+    try:
+        return _trace(config)
+    except TraceError as first:
+        try:
+            others = list(examples(empty_model(config, "eager"), BATCH, LENGTH, SOURCE_LENGTH))[1:]
+        except Exception:  # it cannot even be built
+            raise first from None
+        for example in others:
+            try:
+                return _trace(config, example)
+            except TraceError:
+                continue
+        raise
+
+
+def _trace(config: PreTrainedConfig, example: Example | None = None) -> Trace:
     from .record import EAGER, THROUGH_INTERFACE, record
 
     try:
-        return record(empty_model(config, THROUGH_INTERFACE), bypasses=False)
+        return record(empty_model(config, THROUGH_INTERFACE), bypasses=False, example=example)
     except Exception:  # a model that refuses a registered attention function, or has no eager one of its own: follow its plain code
         pass
     try:
-        return record(empty_model(config, EAGER), bypasses=True)
+        return record(empty_model(config, EAGER), bypasses=True, example=example)
     except TraceError:
         raise
     except Exception as e:

@@ -14,7 +14,7 @@ from ..partition import Partition, whole
 from .choose import Accepted, Choice, Rejected
 from .factors import Node, resolve
 from .graph import Border
-from .plan import Attention, Note, Plan, Region, RegionOp, Role, TensorPlan
+from .plan import Attention, BufferPlan, Note, Plan, Region, RegionOp, Role, TensorPlan
 
 LISTED = 3  # names in a sentence before "and N more"
 
@@ -57,6 +57,7 @@ class _Words:
             regions=self.regions(),
             edits=tuple(self.choice.edits),
             attention=tuple(self.heads()),
+            buffers=tuple(self.buffer(v) for v in sorted(self.choice.flow.buffers)),
             notes=tuple(self.notes(tensors)),
             weights=weights,
             config_digest=digest,
@@ -159,6 +160,12 @@ class _Words:
             why = f"its axis of {_size(refusal)} is not cut: {refusal.text}" if refusal else "it has no axis to cut"
         return f"whole: {why}" + ("; it meets split work, so its gradient is summed over ranks" if partial else "")
 
+    def buffer(self, value: int) -> BufferPlan:
+        found = next(self.accepted[leaf] for leaf in self.graph.leaves[value] if leaf in self.accepted)
+        reason = f"split: one entry for each of {self.noun(found)}"
+        buffer, partition = self.trace.values[value], self.choice.cuts.partition(self.graph.axes.dims[value])
+        return BufferPlan(buffer.name, buffer.shape, partition, reason)
+
     # regions
 
     def regions(self) -> tuple[Region, ...]:
@@ -176,7 +183,10 @@ class _Words:
             last = Partition((cut.dim or 0) - len(self.graph.axes.dims[b.value]), cut.pieces)  # counted from the end
             out.append((b, self.region(b, "gather", "every rank makes its own slice; whole for callers", last)))
         out.sort(key=lambda pair: (*self._position(pair[0]), pair[1].name))
-        return tuple({(r.module, r.place, r.arg, r.op): r for _, r in reversed(out)}.values())[::-1]  # one for all runs of a module
+        runs: dict[tuple[str, ...], list[Region]] = {}  # one for all runs of a module
+        for _, r in out:
+            runs.setdefault((r.module, r.place, r.arg, r.op), []).append(r)
+        return tuple(replace(first, calls=1 + len(more)) for first, *more in runs.values())
 
     def stretch(self, value: int) -> Partition:
         """The cut of a dim from its first cut factor on: what lies before it (a batch in the same dim) repeats it."""
@@ -193,7 +203,8 @@ class _Words:
     def region(self, border: Border, op: RegionOp, reason: str, partition: Partition | None = None) -> Region:
         module = self.trace.calls[border.call].module
         place: Literal["input", "output"] = "input" if border.place == "input" else "output"
-        return Region(module, place, border.arg, op, self.graph.symbols(border.value), reason, partition)
+        steps = self.graph.in_steps[border.value]
+        return Region(module, place, border.arg, op, self.graph.symbols(border.value), reason, partition, steps=steps)
 
     def why_reduce(self, border: Border) -> str:
         first = next(iter(self.graph.consumers[border.value]), None)

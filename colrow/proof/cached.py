@@ -51,9 +51,8 @@ class Passed:
 def decode(model: nn.Module, ids: torch.Tensor, phase: Any) -> dict[str, Passed]:
     """Runs the split model over all but the last NEW of `ids` [B, S] at once, then over these one by one with its cache. Nothing comes
     back for a model without a cache. `phase` is told what begins."""
-    try:
-        name = cache_name(model)
-    except TypeError:
+    name = cache_name(model)
+    if name is None:
         return {}
     found: dict[str, Passed] = {}
     with ExitStack() as hooks, torch.no_grad():

@@ -7,6 +7,7 @@ from typing import get_args
 
 from ..comm.group import Group
 from ..planning import cost, wire
+from ..planning.inputs import DECODED, TOKENS, Example
 from ..planning.plan import Plan
 from .compare import Item
 from .exercise import Questions
@@ -26,22 +27,34 @@ def predicted(plan: Plan, asked: Questions, group: Group, dtype_bytes: int) -> d
 
     Bytes moved are 0 for a transport that does not count them where they are copied.
     """
-    batch, length = asked.ids.shape
-    phases: list[tuple[str, cost.Phase, int, int, int]] = [("prefill", "prefill", batch, length, 1)]
+    batch, length, source = _sizes(asked.inputs)
+    labelled = asked.labels is not None
+    phases: list[tuple[str, cost.Phase, int, int, int, int]] = [("prefill", "prefill", batch, length, source, 1)]
     if asked.train:
-        phases += [("train_forward", "train_forward", batch, length, 1), ("train_backward", "train_backward", batch, length, 1)]
+        phases += [
+            ("train_forward", "train_forward", batch, length, source, 1),
+            ("train_backward", "train_backward", batch, length, source, 1),
+        ]
     if asked.steps:
-        phases.append(("decode_prompt", "prefill", *asked.prompt.shape, 1))
+        phases.append(("decode_prompt", "prefill", *_sizes(asked.prompt), 1))
     if asked.steps > 1:
-        phases.append(("decode", "decode", asked.prompt.shape[0], 1, asked.steps - 1))
+        phases.append(("decode", "decode", _sizes(asked.prompt)[0], 1, 1, asked.steps - 1))
     found: dict[Site, Count] = {}
-    for name, phase, rows, columns, times in phases:
-        for p in cost.predict(plan, rows, columns, phase, dtype_bytes):
+    for name, phase, rows, columns, before, times in phases:
+        whole_logits = None if labelled else True
+        for p in cost.predict(plan, rows, columns, phase, dtype_bytes, whole_logits, before, labelled):
             if group.rank in p.ranks:
                 calls, size, moved = found.get((name, p.op, p.name), (0, 0, 0))
                 more = _moved(p, group)
                 found[name, p.op, p.name] = (calls + times * p.calls, size + times * p.logical_bytes, moved + times * more)
     return found
+
+
+def _sizes(example: Example) -> tuple[int, int, int]:
+    """Rows, length of the sequence that decoding makes longer, length of an encoder's tokens."""
+    sequence, tokens = example.get(DECODED, example.get(TOKENS)), example.get(TOKENS)
+    rows = len(next(iter(example.values()))) if sequence is None else len(sequence)
+    return rows, 0 if sequence is None else sequence.shape[1], 0 if tokens is None else tokens.shape[1]
 
 
 def _moved(p: cost.Predicted, group: Group) -> int:

@@ -92,7 +92,9 @@ def _answers(reference: Reference, answers: Answers) -> Iterator[Item]:
         error = reference.own_error(kind, name)
         return compare.item(kind, name, whole, split, tolerance(dtype, error), error)
 
-    yield item("logits", "logits", expected.logits, answers.logits)
+    for name, whole in expected.outputs.items():
+        kind = "logits" if name == "logits" else "outputs"
+        yield item(kind, name, whole, answers.outputs.get(name, whole.new_empty(0)))
     if expected.loss is not None and answers.loss is not None:
         yield item("loss", "loss", expected.loss, answers.loss)
     if expected.tokens:

@@ -1,14 +1,13 @@
 """What the whole model and the split one are both asked, and their answers: one code for the two, so that nothing but the split differs.
 
-Logits of a batch, loss and every gradient, cached decoding, one SGD and one AdamW step. The model is used as anyone would use a
-transformers model: nothing here knows how it was split.
+All outputs for a batch, loss and every gradient, cached decoding, one SGD and one AdamW step. The model is used as anyone would use a
+transformers model: nothing here knows how it was split. What it is given is found out from itself (planning/inputs.py).
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,21 +15,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..planning.inputs import DECODED, TOKENS, Example, fitting, moved, picture_token, takes
+
 IGNORED = -100  # the label that transformers' loss leaves out
 
 
 @dataclass(frozen=True)
 class Questions:
-    """`ids` and `labels` (B, S) for logits, loss and gradients; `prompt` (1, P) for cached decoding of `steps` tokens (0: no decoding)."""
+    """`inputs` (B rows) for outputs, loss and gradients, with `labels`; `prompt` (one row) for cached decoding of `steps` tokens (0: none).
 
-    ids: torch.Tensor
-    labels: torch.Tensor
-    prompt: torch.Tensor
+    Without labels the loss is a random linear function of all outputs.
+    """
+
+    inputs: Example
+    labels: torch.Tensor | None
+    prompt: Example
     steps: int
     train: bool = True
 
-    def to(self, device: torch.device) -> Questions:
-        return Questions(self.ids.to(device), self.labels.to(device), self.prompt.to(device), self.steps, self.train)
+    def to(self, model: nn.Module) -> Questions:
+        device = next(model.parameters()).device
+        labels = None if self.labels is None else self.labels.to(device)
+        return replace(self, inputs=moved(self.inputs, device, model), labels=labels, prompt=moved(self.prompt, device, model))
 
     def briefly(self) -> Questions:
         """Without training, and just enough decoding to use the cache."""
@@ -45,24 +51,62 @@ class Questions:
 
 @dataclass(frozen=True)
 class Answers:
-    """`logits` (B, S, V); `loss` a scalar; `decoded` (steps, V): the logits before each token of `tokens`."""
+    """`outputs` by name, `logits` (B, S, V) among them where there are any; `loss` a scalar; `decoded` (steps, V): the logits before each
+    token of `tokens`."""
 
-    logits: torch.Tensor
+    outputs: dict[str, torch.Tensor]
     loss: torch.Tensor | None
     decoded: torch.Tensor
     tokens: tuple[int, ...]
 
 
 def questions(
-    vocabulary: int, batch: int = 2, length: int = 13, prompt: int = 7, steps: int = 6, seed: int = 1, train: bool = True
+    model: nn.Module, batch: int = 2, length: int = 13, prompt: int = 7, steps: int = 6, seed: int = 1, train: bool = True
 ) -> Questions:
-    """Random ids that include the first and the last of the vocabulary (both ends of a cut), and some labels that do not count."""
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, vocabulary, (batch, length), generator=draw)
-    ids[0, 0], ids[0, 1] = 0, vocabulary - 1
-    labels = ids.clone()
-    labels[-1, : length // 3] = IGNORED
-    return Questions(ids, labels, torch.randint(0, vocabulary, (1, prompt), generator=draw), steps, train)
+    """Inputs that the whole `model` takes. Token ids include the first and the last of the vocabulary (both ends of a cut), and some labels
+    do not count. An encoder with a decoder behind it gets other lengths than the decoder."""
+    inputs = fitting(model, batch, length, length + 4, seed)
+    start = fitting(model, 1, prompt, prompt + 4, seed + 1)
+    decodes = generates(model) and cache_name(model) is not None
+    return Questions(inputs, _labels(model, inputs), start, steps if decodes else 0, train)
+
+
+def generates(model: Any) -> bool:
+    """Whether its head gives the scores of the next token."""
+    return model.get_output_embeddings() is not None and (DECODED in takes(model) or model.can_generate())
+
+
+def _labels(model: Any, inputs: Example) -> torch.Tensor | None:
+    if "labels" not in takes(model):
+        return None
+    ids = inputs.get(DECODED, inputs.get(TOKENS))
+    if any("label" in name and name != "labels" for name in takes(model)):
+        return None  # there is no loss without labels of another kind (next sentences)
+    if ids is not None and model.get_output_embeddings() is not None:
+        labels = ids.clone()
+        labels[-1, : ids.shape[1] // 3] = IGNORED
+        return labels.masked_fill(ids == (picture_token(model.config) or IGNORED), IGNORED)
+    with torch.no_grad():
+        logits = call(model, moved(inputs, next(model.parameters()).device, model)).get("logits")
+    if logits is None or logits.dim() not in (2, 3) or logits.shape[-1] < 2:
+        return None
+    labels = torch.arange(logits.shape[:-1].numel()).reshape(logits.shape[:-1]) % logits.shape[-1]
+    try:
+        with torch.no_grad():
+            loss = call(model, moved(inputs, logits.device, model), labels=labels.to(logits.device)).loss
+    except Exception:  # a loss that wants other labels
+        return None
+    return labels if loss is not None and bool(torch.isfinite(loss)) else None
+
+
+def call(model: Any, inputs: Example, **more: Any) -> Any:
+    """The model's outputs for `inputs`, no token of which is padding. Without a cache unless `more` says otherwise."""
+    known = takes(model)
+    if "attention_mask" in known and TOKENS in inputs:
+        more.setdefault("attention_mask", torch.ones_like(inputs[TOKENS]))
+    if "use_cache" in known:
+        more.setdefault("use_cache", False)
+    return model(**inputs, **more)
 
 
 def ask(
@@ -75,23 +119,45 @@ def ask(
     """Runs the model; gradients are left in `.grad`. `follow` are the tokens to decode along (the whole model's), so that logits stay
     comparable after two models have chosen differently; by default the model's own. `phase` is told what begins; `slices` is entered for
     the loss."""
-    asked = asked.to(next(model.parameters()).device)
+    asked = asked.to(model)
     phase("prefill")
     with torch.no_grad():
-        logits = model(input_ids=asked.ids, attention_mask=torch.ones_like(asked.ids), use_cache=False).logits
+        outputs = dict(_floating(call(model, asked.inputs)))
     loss = None
     if asked.train:
         model.zero_grad(set_to_none=True)
         phase("train_forward")
-        with slices():
-            mask = torch.ones_like(asked.ids)
-            loss = model(input_ids=asked.ids, attention_mask=mask, labels=asked.labels, use_cache=False).loss
+        if asked.labels is None:
+            loss = _linear(dict(_floating(call(model, asked.inputs))))
+        else:
+            with slices():
+                loss = call(model, asked.inputs, labels=asked.labels).loss
         phase("train_backward")
         loss.backward()
         loss = loss.detach()
-    decoded, tokens = _decode(model, asked, follow, phase)
+    decoded, tokens = _decode(model, asked, follow, phase) if asked.steps else (torch.empty(0, 0), ())
     phase("")
-    return Answers(logits, loss, decoded, tokens)
+    return Answers(outputs, loss, decoded, tokens)
+
+
+def _floating(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The floating tensors of nested outputs with dotted names; a loss and what is no tensor (a cache) left out."""
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point() and path != "loss":
+            yield path, value
+    elif isinstance(value, Mapping | tuple | list):
+        for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _floating(entry, f"{path}.{key}" if path else str(key))
+
+
+def _linear(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A random linear function of all outputs, the same for the same shapes."""
+    draw, total = torch.Generator().manual_seed(2), []
+    for x in outputs.values():
+        weight = torch.randn(x.shape, generator=draw).to(x) / max(x.numel(), 1) ** 0.5
+        if x.requires_grad:
+            total.append((x * weight).sum())
+    return torch.stack(total).sum()
 
 
 def _decode(
@@ -100,31 +166,37 @@ def _decode(
     """Greedy decoding with the cache. Ties go to the lowest id, as argmax does."""
     tokens: list[int] = []
     rows: list[torch.Tensor] = []
-    name = cache_name(model)
+    name = cache_name(model) or ""
     given: dict[str, Any] = {}
-    ids = asked.prompt
+    inputs = asked.prompt
+    sequence = DECODED if DECODED in inputs else TOKENS
     with torch.no_grad():
         for step in range(asked.steps):
             phase("decode_prompt" if step == 0 else "decode")
-            mask = asked.prompt.new_ones(1, asked.prompt.shape[1] + step)
-            out = model(input_ids=ids, attention_mask=mask, use_cache=True, **given)
+            out = call(model, inputs, use_cache=True, **given)
             rows.append(out.logits[0, -1])
             tokens.append(int(rows[-1].argmax()))
             if out.get(name) is None:
                 break  # an encoder: it has no cache, and nothing to decode
-            given = {name: out[name]}
-            ids = asked.prompt.new_tensor([[tokens[-1] if follow is None else follow[step]]])
-    return torch.stack(rows) if rows else asked.prompt.new_empty(0, 0).float(), tuple(tokens)
+            ids = asked.prompt[sequence].new_tensor([[tokens[-1] if follow is None else follow[step]]])
+            inputs, given = {sequence: ids}, {name: out[name], **_seen(asked.prompt, sequence, step + 1)}
+            if sequence == DECODED:
+                given["encoder_outputs"] = (out.encoder_last_hidden_state,)
+    return torch.stack(rows), tuple(tokens)
 
 
-def cache_name(model: nn.Module) -> str:
+def _seen(prompt: Example, sequence: str, new: int) -> dict[str, torch.Tensor]:
+    """The mask of a later step: of the encoder's tokens, else of all tokens so far."""
+    if TOKENS not in prompt:
+        return {}
+    rows, length = prompt[TOKENS].shape
+    return {"attention_mask": prompt[TOKENS].new_ones(rows, length if sequence == DECODED else length + new)}
+
+
+def cache_name(model: nn.Module) -> str | None:
     """How this model calls its cache: transformers before 5.24 `past_key_values`, from then on `cache`; state space models have other
-    names."""
-    known = inspect.signature(model.forward).parameters
-    for name in ("cache", "past_key_values", "cache_params"):
-        if name in known:
-            return name
-    raise TypeError(f"{type(model).__name__}.forward takes no cache")
+    names. None for a model without one."""
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in takes(model)), None)
 
 
 @dataclass(frozen=True)

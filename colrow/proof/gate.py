@@ -77,10 +77,10 @@ def gate(config: PreTrainedConfig, plan: Plan, *, weights: Sequence[float] | Non
 def prove(small: Small) -> Comparison:
     """Splits the small copy and compares it with itself as a whole. GateRefused where they differ."""
     name = small.plan.architecture or small.plan.model_type
-    asked = questions(_vocabulary(small.config))
     try:
         whole = _exact(whole_model.build(small.config, DTYPE))
         add_noise(whole)
+        asked = questions(whole)
         state = {key: t.detach().clone() for key, t in whole.state_dict().items()}
         expected = reference(whole, small.plan, asked)
     except Exception as error:
@@ -131,7 +131,3 @@ def _trail(group: Group, small: Small, state: State, asked: Questions, tokens: t
     with Float64(), trail.recording(model) as found:
         ask(model, asked, tokens)
     return found
-
-
-def _vocabulary(config: PreTrainedConfig) -> int:
-    return int(config.get_text_config().vocab_size)

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import __version__
+from ..planning.models import model_class
 from ..planning.plan import Plan
-from ..planning.trace import model_class
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -79,8 +79,10 @@ def _source_digest() -> str:
 
 def _model_source(config: PreTrainedConfig) -> str:
     """The file that defines the model: transformers may be patched, and remote code has no version."""
-    architecture = model_class(config)._model_mapping.get(type(config), None)
-    cls = architecture[0] if isinstance(architecture, tuple) else architecture
+    cls = model_class(config)
+    if not issubclass(cls, PreTrainedModel):
+        found = cls._model_mapping.get(type(config), None)
+        cls = found[0] if isinstance(found, tuple) else found
     try:
         return Path(inspect.getfile(cls)).read_text() if cls else ""
     except (TypeError, OSError):

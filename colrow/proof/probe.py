@@ -13,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from transformers import PreTrainedConfig
 
+from ..planning.inputs import fitting, moved
+from .exercise import call
 from .whole import build
 
 RUN_FOR_REAL = 2_000_000
@@ -88,4 +90,4 @@ def _quiet(logger: str) -> Iterator[None]:
 def _forward(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> None:
     with torch.no_grad():
         model = build(config, dtype)
-        model(input_ids=torch.zeros(2, length, dtype=torch.long), use_cache=False)
+        call(model, moved(fitting(model, 2, length), torch.device("cpu"), model))

@@ -122,8 +122,9 @@ def reference(
 
 def _measure(out: Reference, perfect: Exact, gradients: dict[str, torch.Tensor]) -> None:
     """Fills in the whole model's own errors."""
-    logits = difference(perfect.answers.logits, out.answers.logits)[0]
-    out.own_errors = {"logits": {"logits": logits}, "decoding": {"logits": logits}}
+    found = out.answers.outputs
+    errors = {name: difference(exact, found[name])[0] for name, exact in perfect.answers.outputs.items()}
+    out.own_errors = {"outputs": errors, "logits": errors, "decoding": errors}
     if perfect.answers.loss is not None and out.answers.loss is not None:
         out.own_errors["loss"] = {"loss": difference(perfect.answers.loss, out.answers.loss)[0]}
     out.own_errors["gradients"] = {name: difference(perfect.gradients[name], g, out.scales[name])[0] for name, g in gradients.items()}

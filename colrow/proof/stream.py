@@ -11,7 +11,6 @@ copy covers (gate, verify --small).
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -25,14 +24,16 @@ from transformers import PreTrainedModel
 from ..comm import collectives
 from ..comm.group import Group
 from ..parallel.head import sharded_logits
+from ..parallel.inline_loss import computes_own
 from ..parallel.state import state_of
 from ..partition import Partition
+from ..planning.inputs import TOKENS
 from ..planning.plan import Plan
 from . import cached, compare
 from .compare import Comparison, Item
 from .counts import count_items, counted, predicted
 from .evidence import Copies, Evidence
-from .exercise import Questions
+from .exercise import Questions, call
 from .precision import Float64, computing_in, tolerance
 from .reference import SMALL_GRADIENT, digest
 from .trail import plan_cuts, slices
@@ -42,7 +43,7 @@ INPUTS = "inputs of units"
 
 
 def examine(model: PreTrainedModel, group: Group, plan: Plan, asked: Questions, wholes: WholeUnits) -> Evidence:
-    """One forward pass of the split model over `asked.ids`, with everything compared on the way. A collective: all ranks must call it."""
+    """One forward pass of the split model over `asked.inputs`, with all of it compared on the way. A collective: all ranks must call it."""
     pass_ = _Pass(model, group, plan, wholes, asked.train)
     return pass_.run(asked)
 
@@ -65,11 +66,13 @@ class _Pass:
         self.cuts = plan_cuts(self.plan)
 
     def run(self, asked: Questions) -> Evidence:
-        asked = asked.to(self.group.device)
+        asked = asked.to(self.model)
+        ids = asked.inputs[TOKENS] if asked.inputs.keys() == {TOKENS} and asked.labels is not None else None
         counters = self.group.counters
         counters.reset()
-        with computing_in(self.dtype):
-            self.decoded = cached.decode(self.model, asked.ids, self._phase)
+        if ids is not None:  # the tokens that it decodes are the ones that it is asked about
+            with computing_in(self.dtype):
+                self.decoded = cached.decode(self.model, ids, self._phase)
         found = units(self.model)
         self.waiting = set(found)
         with ExitStack() as hooks, torch.no_grad(), computing_in(self.dtype):
@@ -77,18 +80,16 @@ class _Pass:
                 hooks.callback(unit.register_forward_hook(self._hook(name), with_kwargs=True).remove)
             hooks.callback(self._phase, "")
             self._phase("prefill")
-            logits = self.model(input_ids=asked.ids, attention_mask=torch.ones_like(asked.ids), use_cache=False).logits
+            out = call(self.model, asked.inputs)
         never = Item("units", "bits", float(len(self.waiting)), 0.0, detail=f"{len(found)} compared one by one")
         if self.waiting:
             never = Item("units", "bits", float(len(self.waiting)), 0.0, detail=f"{min(self.waiting)} was never called by itself")
-        self._loss(logits, asked)
+        if ids is not None and not computes_own(self.model):
+            self._loss(out.logits, asked)
+        if ids is not None:
+            asked = replace(asked, prompt={TOKENS: ids[:, : -cached.NEW]})
         steps = 1 + cached.NEW if self.decoded else 0
-        expected = predicted(
-            self.plan,
-            replace(asked, prompt=asked.ids[:, : -cached.NEW], steps=steps, train=False),
-            self.group,
-            self.dtype.itemsize,
-        )
+        expected = predicted(self.plan, replace(asked, steps=steps, train=False), self.group, self.dtype.itemsize)
         self.items += [never, *count_items(expected, counted(self.group), self.group)]
         return Evidence(Comparison(tuple(self.items)), self.copies)
 
@@ -97,11 +98,9 @@ class _Pass:
 
     def _loss(self, logits: torch.Tensor, asked: Questions) -> None:
         """The loss that the ranks compute from their slices, against transformers' own from the same logits in one piece."""
-        if "labels" not in inspect.signature(self.model.forward).parameters:
-            return
-        mask = torch.ones_like(asked.ids)
+        assert asked.labels is not None
         with torch.no_grad(), computing_in(self.dtype), sharded_logits(self.model):
-            mine = self.model(input_ids=asked.ids, attention_mask=mask, labels=asked.labels, use_cache=False).loss
+            mine = call(self.model, asked.inputs, labels=asked.labels).loss
         with computing_in(self.dtype):
             whole = self.wholes.loss(logits, asked.labels)
         with Float64():

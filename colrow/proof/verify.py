@@ -110,10 +110,9 @@ def verify(
         if stream:
             say(f"{ranks} ranks, layer by layer")
             return _streamed(title, task, train, backend)
-        asked = questions(int(config.get_text_config().vocab_size), steps=TOKENS, train=train)
         say("the whole model")
         start = time.perf_counter()
-        expected, measured = _whole_answers(task, asked, folder)
+        expected, measured = _whole_answers(task, train, folder)
         whole_seconds = time.perf_counter() - start
         say(f"{ranks} ranks")
         results: list[Result] = _on_ranks(_rank, task, backend, expected)
@@ -123,7 +122,9 @@ def verify(
 
 
 def _streamed(title: str, task: Task, train: bool, backend: str) -> Report:
-    asked = questions(int(task.config.get_text_config().vocab_size), train=train)
+    with torch.device("meta"):
+        empty = whole.build(task.config, task.dtype)
+    asked = questions(empty, steps=0, train=train)
     results: list[Result] = _on_ranks(_rank_streamed, task, backend, asked)
     comparison = judge([r.evidence for r in results])
     finding = "" if comparison.ok else describe(comparison, lambda: None)
@@ -146,9 +147,10 @@ def _save_copy(config: PreTrainedConfig, folder: Path) -> ModelFiles:
     return model_dir.find(str(folder / "copy"))
 
 
-def _whole_answers(task: Task, asked: Questions, folder: Path) -> tuple[Reference, bool]:
+def _whole_answers(task: Task, train: bool, folder: Path) -> tuple[Reference, bool]:
     """The reference, and whether the whole model's own error was measured. Nothing of the model is left in memory afterwards."""
     model = whole.load(task.files, task.config, task.dtype)
+    asked = questions(model, steps=TOKENS, train=train)
     measure = task.dtype is not torch.float64 and _fits_in_float64(model, asked.train)
     truth = partial(_exact, model, asked) if measure else None
     found = reference(model, task.plan, asked, in_file(folder / "gradients.safetensors"), truth)

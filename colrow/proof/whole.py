@@ -13,8 +13,8 @@ from ..parallel import load as split_load
 from ..parallel.save import quiet
 from ..parallel.state import State
 from ..partition import whole as everything
+from ..planning import models
 from ..planning.plan import Plan, TensorPlan
-from ..planning.trace import model_class
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager") -> PreTrainedModel:
@@ -23,7 +23,7 @@ def build(config: PreTrainedConfig, dtype: torch.dtype, attention: str = "eager"
     Tables that its code computes (sines of positions) are computed once more, as after loading from files: while it builds a model,
     transformers has another default dtype, which they would show.
     """
-    model = model_class(config).from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype).eval()
+    model = models.build(config, attn_implementation=attention, dtype=dtype).eval()
     if torch.get_default_device().type != "meta":
         for module in model.modules():
             for leaf in module._non_persistent_buffers_set:
@@ -56,7 +56,7 @@ def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
     if files.kind != "gguf":
         options = {"attn_implementation": "eager", "dtype": dtype, "trust_remote_code": files.trust_remote_code, "local_files_only": True}
         with quiet():
-            return simple_experts(model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval())
+            return simple_experts(models.model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval())
     with torch.device("meta"):
         model = build(config, dtype)
     model.colrow = State(_undivided(model), single())  # type: ignore[assignment]  # what the loader reads of a model

@@ -1,0 +1,219 @@
+"""What a model is called with, found out from the model itself: its main input, what its forward takes, its config. No weights.
+
+`examples(model, ...)` yields dicts of tensors in the order in which they should be tried; a model of token ids has exactly one. What a
+picture or a sound looks like to a model is a convention of transformers' arguments (a grid beside patches, tiles with an aspect ratio),
+not of an architecture: each convention is tried where the forward takes its arguments, and last the text alone. The deriver traces the
+first that can be followed (trace.py), the proofs ask the first that runs (`fitting`). Not here: labels and decoding (proof/exercise.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+Example = dict[str, torch.Tensor]
+
+TOKENS, DECODED = "input_ids", "decoder_input_ids"
+GRID = 2  # merged patches along each side of a picture whose size is free
+
+
+def examples(model: Any, batch: int, length: int, source: int | None = None, seed: int = 1) -> Iterator[Example]:
+    """Inputs of `batch` rows: `length` tokens, and `source` of them (default `length`) for an encoder that has a decoder behind it.
+
+    Integers include both ends of the vocabulary. Where pictures stand among the tokens a row is longer than `length`.
+    """
+    return _Maker(model, batch, length, source or length, seed).examples()
+
+
+def fitting(model: Any, batch: int, length: int, source: int | None = None, seed: int = 1) -> Example:
+    """The first example that `model`, which has its weights, takes. Raises what the model raises for the first where it takes none."""
+    found = list(examples(model, batch, length, source, seed))
+    if len(found) == 1:
+        return found[0]
+    device, first = next(model.parameters()).device, None
+    for example in found:
+        try:
+            with torch.no_grad():
+                model(**moved(example, device, model))
+            return example
+        except Exception as error:  # a model refuses what it does not take with an error of any kind
+            first = first or error
+    raise first or TypeError(f"{type(model).__name__} takes no inputs that are known")
+
+
+def moved(example: Example, device: torch.device, model: Any) -> Example:
+    """On a device, floating ones in the model's dtype."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in example.items()}
+
+
+def takes(model: Any) -> frozenset[str]:
+    """Names of the arguments of the model's forward."""
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+def vocabulary(config: PreTrainedConfig, decoder: bool = False) -> int | None:
+    """Number of token ids (of the decoder's, where those are others); None for a model without tokens."""
+    found = getattr(config, "vocab_size", None)
+    if not isinstance(found, int):
+        text = config.get_text_config(decoder=True) if decoder else config.get_text_config()
+        found = getattr(text, "vocab_size", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def picture_token(config: PreTrainedConfig) -> int | None:
+    """The id that stands where a picture's features are put in; None where a model has none."""
+    return next((v for name in ("image_token_id", "image_token_index") if isinstance(v := getattr(config, name, None), int)), None)
+
+
+class _Maker:
+    def __init__(self, model: Any, batch: int, length: int, source: int, seed: int) -> None:
+        self.config: PreTrainedConfig = model.config
+        self.main = model.main_input_name if isinstance(model.main_input_name, str) else model.main_input_name[0]
+        self.takes = takes(model)
+        self.modalities = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
+        self.batch, self.length, self.source = batch, length, source
+        self.draw = torch.Generator().manual_seed(seed)
+
+    def examples(self) -> Iterator[Example]:
+        if self.main == "input_features" or self.main == "input_values":
+            for sound in self._sounds():
+                yield sound | self._decoded()
+        elif "pixel_values" in self.takes and ("image" in self.modalities or self.main == "pixel_values"):
+            if TOKENS not in self.takes:
+                yield from self._pictures()
+                return
+            for picture in self._pictures():
+                yield from self._with_text(picture)
+            if self.main == TOKENS:
+                yield self._text() | self._decoded()
+        else:
+            yield self._text() | self._decoded()
+
+    def _ids(self, length: int, size: int | None) -> torch.Tensor:
+        size = size or 2
+        ids = torch.randint(0, size, (self.batch, length), generator=self.draw)
+        ids[0, 0], ids[0, min(1, length - 1)] = 0, size - 1
+        return ids
+
+    def _text(self) -> Example:
+        """Ids of the encoder where there is a decoder, else of the model. A picture's place is not among them."""
+        length = self.source if self._has_decoder() else self.length
+        ids = self._ids(length, vocabulary(self.config))
+        place = picture_token(self.config)
+        return {TOKENS: ids if place is None else torch.where(ids == place, 1, ids)}
+
+    def _has_decoder(self) -> bool:
+        return self.config.is_encoder_decoder and DECODED in self.takes
+
+    def _decoded(self) -> Example:
+        return {DECODED: self._ids(self.length, vocabulary(self.config, decoder=True))} if self._has_decoder() else {}
+
+    # sounds
+
+    def _sounds(self) -> Iterator[Example]:
+        """Spectrograms (batch, bands, frames) or (batch, frames, bands), and plain samples."""
+        bands = [n for key, n in _ints(self.config) if "mel" in key or "feat_per_channel" in key or "feature_size" in key]
+        fixed = [n for key, n in _ints(self.config) if key == "max_source_positions"]
+        frames = [*(2 * n for n in fixed), *fixed, 4 * self.source]  # two steps are made one, as a rule
+        if self.main == "input_values":
+            yield {self.main: self._floats(self.batch, 400 * self.source)}
+            return
+        for n, m in itertools.product(dict.fromkeys(frames), dict.fromkeys(bands)):
+            yield {self.main: self._floats(self.batch, m, n)}
+            yield {self.main: self._floats(self.batch, n, m)}
+
+    def _floats(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.draw)
+
+    # pictures
+
+    def _pictures(self) -> Iterator[Example]:
+        """One picture a row, in each convention whose arguments the forward takes."""
+        vision = _with(self.config, "patch_size") or _with(self.config, "image_size")
+        if vision is None:
+            return
+        channels = next((n for key in ("num_channels", "in_channels", "in_chans") if isinstance(n := getattr(vision, key, None), int)), 3)
+        patch, size = _pair(getattr(vision, "patch_size", 1)), getattr(vision, "image_size", None)
+        if "image_grid_thw" in self.takes:
+            side = GRID * int(getattr(vision, "spatial_merge_size", 1))
+            row = channels * int(getattr(vision, "temporal_patch_size", 1)) * patch[0] * patch[1]
+            grid = torch.tensor([[1, side, side]] * self.batch)
+            yield {"pixel_values": self._floats(self.batch * side * side, row), "image_grid_thw": grid}
+        elif "spatial_shapes" in self.takes:
+            shape = torch.tensor([[GRID, GRID]] * self.batch)
+            mask = torch.ones(self.batch, GRID * GRID, dtype=torch.long)
+            pixels = self._floats(self.batch, GRID * GRID, channels * patch[0] * patch[1])
+            yield {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shape}
+        elif size is not None:
+            whole = (channels, *_pair(size))
+            if "aspect_ratio_ids" in self.takes:
+                tiles = int(getattr(vision, "max_num_tiles", 1))
+                ratio = torch.ones(self.batch, 1, dtype=torch.long)
+                mask = torch.ones(self.batch, 1, tiles, dtype=torch.long)
+                pixels = self._floats(self.batch, 1, tiles, *whole)
+                yield {"pixel_values": pixels, "aspect_ratio_ids": ratio, "aspect_ratio_mask": mask}
+            else:
+                yield {"pixel_values": self._floats(self.batch, *whole)}
+                yield {"pixel_values": self._floats(self.batch, 1, *whole)}
+
+    def _with_text(self, picture: Example) -> Iterator[Example]:
+        """A picture and tokens: side by side, or with as many places among the tokens as the picture has features."""
+        place = picture_token(self.config)
+        if place is None or "aspect_ratio_ids" in picture:
+            yield picture | self._text() | self._decoded() | self._seen(picture)
+            return
+        for count in self._places(picture):
+            ids = self._ids(count + max(self.length - count, 3), vocabulary(self.config))
+            ids = torch.where(ids == place, 1, ids)
+            ids[:, 2 : 2 + count] = place
+            marks = {name: (ids == place).long() for name in ("token_type_ids", "mm_token_type_ids") if name in self.takes}
+            yield {TOKENS: ids} | picture | marks | self._decoded()
+
+    def _seen(self, picture: Example) -> Example:
+        """Every token looks at every tile."""
+        if "cross_attention_mask" not in self.takes:
+            return {}
+        tiles = picture["aspect_ratio_mask"].shape[2]
+        return {"cross_attention_mask": torch.ones(self.batch, self.length, 1, tiles, dtype=torch.long)}
+
+    def _places(self, picture: Example) -> list[int]:
+        """How many tokens a picture may stand for: what the config says, else its patches, or squares of them taken together."""
+        said = [
+            n for key, n in _ints(self.config) if "image" in key and ("token" in key or "seq" in key) and not key.endswith(("id", "index"))
+        ]
+        said += [n for key, n in _ints(self.config) if key == "mm_tokens_per_image"]
+        if "image_grid_thw" in picture:
+            return [GRID * GRID, *said]
+        vision = _with(self.config, "patch_size")
+        high, wide = (n // p for n, p in zip(picture["pixel_values"].shape[-2:], _pair(getattr(vision, "patch_size", 1)), strict=True))
+        merged = [n for key, n in _ints(self.config) if ("scale" in key or "merge" in key) and n > 1]
+        patches = [high * wide, *(high * wide // (n * n) for n in merged), high * wide + 1]
+        return [n for n in dict.fromkeys([*patches[1:-1], *said, patches[0], patches[-1]]) if 0 < n <= 4 * high * wide]
+
+
+def _ints(config: Any) -> Iterator[tuple[str, int]]:
+    """Every integer of a config and of the configs in it."""
+    for key, value in vars(config).items():
+        if type(value) is int:
+            yield key, value
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _ints(getattr(config, name))
+
+
+def _with(config: Any, name: str) -> Any:
+    """The first of a config and the configs in it that has such an entry."""
+    if getattr(config, name, None) is not None:
+        return config
+    inner = (getattr(config, sub, None) for sub in config.sub_configs)
+    return next((found for one in inner if one is not None and (found := _with(one, name)) is not None), None)
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    return (int(size[0]), int(size[1])) if isinstance(size, list | tuple) else (int(size), int(size))

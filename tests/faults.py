@@ -35,7 +35,7 @@ def plant(fault: str, at: str = "") -> Iterator[None]:
     place = {
         "drop g": (regions, "reduce_from", _without_one(regions.reduce_from, at)),
         "drop f": (regions, "copy_to", _without_one(regions.copy_to, at)),
-        "bias on every rank": (linear, "_sum_then_bias", _bias_then_sum),
+        "bias on every rank": (linear, "_add_up", _bias_then_sum),
         "rotated head map": (Attention, "local_map", _rotated(Attention.local_map)),
         "rotated slices": (borders, "own_part", _of_the_next_rank(borders.own_part)),
         "drop the sum of copied heads": (gradients, "stretches", lambda partition, group: ()),
@@ -57,7 +57,7 @@ def _without_one(original: Callable[..., torch.Tensor], at: str) -> Callable[...
     return region
 
 
-def _bias_then_sum(partial: torch.Tensor, bias: torch.Tensor | None, group: Group, name: str | None) -> torch.Tensor:
+def _bias_then_sum(partial: torch.Tensor, bias: torch.Tensor | None, group: Group, name: str | None, *_: Any) -> torch.Tensor:
     if bias is not None:
         partial = partial + bias
     return regions.reduce_from(partial, group, name or "")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import init, load, open_engine, parallelize, plan, spawn, verify
     from .comm.group import Group
-    from .host import Engine
     from .engine.settings import Sampling
     from .errors import ColrowError, RankError, UserError
+    from .host import Engine
     from .parallel.adapter_files import load_adapter, save_adapter
     from .parallel.adapters import add_adapter, merge_adapter
     from .parallel.head import sharded_logits

@@ -1,18 +1,21 @@
 """Predicted against measured time on this machine: decoding, prefill and a training step of three models at tp 1 and 2, shm and gloo.
 
-    python bench/predict.py [--rounds 3] [--more]
+    python bench/predict.py [--rounds 3] [--more] [--only 85M:2:shm --keep results.json]
 
-Calibration and runs take turns in the same processes, so that both see the same machine; medians over rounds are compared. Bytes counted
-must equal bytes predicted exactly, on every rank. With --more also 4 ranks; more ranks than cores are oversubscribed and stand outside the
-bound. Models have random weights: times do not depend on them.
+Calibration and runs take turns in the same processes, so that both see the same machine; medians over rounds are compared. The path that
+is predicted and run is that of transformers' modules, as training and `verify` use it. Bytes counted must equal bytes predicted exactly, on
+every rank. With --more also 4 ranks; more ranks than cores are oversubscribed and stand outside the bound. Models have random weights:
+times do not depend on them. With --keep the rows are added to a file, and the summary is over all of it: a case in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +28,7 @@ from colrow.engine import calibrate
 from colrow.engine.forward import Forward
 from colrow.parallel import build
 from colrow.parallel.head import sharded_logits
-from colrow.planning import cost, timing
+from colrow.planning import cost, timing, workload
 from colrow.planning.derive import derive
 from colrow.planning.links import Machine
 from colrow.planning.plan import Plan
@@ -90,7 +93,7 @@ def _once(group: Group, model: Any, ids: torch.Tensor) -> tuple[float, float, fl
     group.counters.phase = "train_backward"
     loss.backward()
     train = time.perf_counter() - start
-    model.zero_grad(set_to_none=False)  # fresh memory for gradients would be timed as page faults
+    model.zero_grad(set_to_none=True)  # as the trainer does
     return decode, prefill, train
 
 
@@ -114,42 +117,79 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--more", action="store_true")
-    options.add_argument("--sizes", nargs="*", default=list(SIZES))
+    options.add_argument("--only", nargs="*", help="SIZE:RANKS:TRANSPORT, such as 85M:2:shm")
+    options.add_argument("--keep", type=Path, help="a file that rows are added to")
     arguments = options.parse_args()
-    cores, errors = os.cpu_count() or 1, []
+    ways = [(1, "auto"), (2, "shm"), (2, "gloo"), *([(4, "shm")] if arguments.more else [])]
+    cases = [(size, ranks, kind) for size in SIZES for ranks, kind in ways]
+    if arguments.only:
+        cases = [(size, int(ranks), kind) for size, ranks, kind in (only.split(":") for only in arguments.only)]
+    rows: list[Row] = [Row(**row) for row in json.loads(arguments.keep.read_text())] if arguments.keep and arguments.keep.exists() else []
     print(f"{'model':<6}{'ranks':<14}{'pass':<9}{'predicted':>11}{'measured':>11}{'error':>8}")
-    for size in arguments.sizes:
-        model = timing.Model.of(trace(config(size)))
-        for ranks, kind in [(1, "auto"), (2, "shm"), (2, "gloo"), *([(4, "shm")] if arguments.more else [])]:
-            plan = derive(config(size), ranks)
-            results = launch.spawn(run, ranks, (size, plan, arguments.rounds), kind)
-            if ranks > 1:
-                agree = all(bytes_agree(plan, r, kind, counted, limit) for r, (_, counted, limit) in enumerate(results))
-                print(f"{size:<6}{ranks} x {kind:<10}bytes {'equal, all ranks and call sites' if agree else 'DIFFER'}")
-            for row, error in compare(plan, model, ranks, kind, [r for r, _, _ in results]):
-                over = ranks > cores
-                print(f"{size:<6}{ranks} x {kind:<10}{row} {100 * error:>+6.0f} %{'  oversubscribed' if over else ''}", flush=True)
-                if not over:
-                    errors.append(abs(error))
-    print(f"median error {100 * median(errors):.0f} %, largest {100 * max(errors):.0f} %")
+    for case in cases:
+        found = measured(*case, arguments.rounds)
+        rows = [row for row in rows if (row.size, row.ranks, row.kind) != case] + found
+        if arguments.keep:
+            arguments.keep.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        for row in found:
+            print(row, flush=True)
+    if arguments.keep and len(rows) > len(cases):
+        print("all together", *rows, sep="\n")
+    inside = [abs(row.error) for row in rows if not row.oversubscribed]
+    print(f"{len(inside)} predictions: median error {100 * median(inside):.0f} %, largest {100 * max(inside):.0f} %")
 
 
-def compare(plan: Plan, model: timing.Model, ranks: int, kind: str, rounds: list[list[Round]]) -> list[tuple[str, float]]:
-    """Each pass with its relative error: medians over rounds, the slowest rank's time, predicted from the round's own calibration."""
+@dataclass(frozen=True)
+class Row:
+    """Seconds of one pass, predicted and measured."""
+
+    size: str
+    ranks: int
+    kind: str
+    what: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def oversubscribed(self) -> bool:
+        return self.ranks > (os.cpu_count() or 1)
+
+    def __str__(self) -> str:
+        times = f"{1e3 * self.predicted:>8.2f} ms{1e3 * self.measured:>8.2f} ms"
+        over = "  oversubscribed" if self.oversubscribed else ""
+        return f"{self.size:<6}{self.ranks} x {self.kind:<10}{self.what:<9}{times}{100 * self.error:>+6.0f} %{over}"
+
+
+def measured(size: str, ranks: int, kind: str, rounds: int) -> list[Row]:
+    """One model on so many ranks: bytes checked, times predicted and measured."""
+    plan = derive(config(size), ranks)
+    results = launch.spawn(run, ranks, (size, plan, rounds), kind)
+    if ranks > 1:
+        agree = all(bytes_agree(plan, r, kind, counted, limit) for r, (_, counted, limit) in enumerate(results))
+        print(f"{size:<6}{ranks} x {kind:<10}bytes {'equal, all ranks and call sites' if agree else 'DIFFER'}")
+    model = workload.of(trace(config(size)))
+    return [Row(size, ranks, kind, *row) for row in compare(plan, model, kind, [r for r, _, _ in results])]
+
+
+def compare(plan: Plan, model: workload.Model, kind: str, rounds: list[list[Round]]) -> list[tuple[str, float, float]]:
+    """Each pass predicted and measured: medians over rounds, the slowest rank's time, predicted from the round's own calibration."""
     predicted: dict[str, list[float]] = {"decode": [], "prefill": [], "train": []}
-    measured: dict[str, list[float]] = {"decode": [], "prefill": [], "train": []}
+    found: dict[str, list[float]] = {"decode": [], "prefill": [], "train": []}
     for at_once in zip(*rounds, strict=True):
         machine = Machine(*calibrate.presets([r.measured for r in at_once], kind, 0.0))
-        predicted["decode"].append(timing.decode(plan, model, machine, 1, PROMPT + STEPS // 2, 4).total)
-        predicted["prefill"].append(timing.prefill(plan, model, machine, 1, PROMPT, 4).total)
-        predicted["train"].append(timing.train(plan, model, machine, 1, PROMPT, 4).total)
-        for key, values in measured.items():
-            values.append(max(getattr(r, key) for r in at_once))
-    out = []
-    for key, values in measured.items():
-        one, other = median(predicted[key]), median(values)
-        out.append((f"{key:<9}{1e3 * one:>8.2f} ms{1e3 * other:>8.2f} ms", one / other - 1))
-    return out
+        times = (
+            timing.decode(plan, model, machine, 1, PROMPT + STEPS // 2, 4),
+            timing.prefill(plan, model, machine, 1, PROMPT, 4),
+            timing.train(plan, model, machine, 1, PROMPT, 4),
+        )
+        for (key, values), time_ in zip(predicted.items(), times, strict=True):
+            values.append(time_.total)
+            found[key].append(max(getattr(r, key) for r in at_once))
+    return [(key, median(predicted[key]), median(found[key])) for key in predicted]
 
 
 if __name__ == "__main__":

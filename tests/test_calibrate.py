@@ -7,26 +7,51 @@ from pathlib import Path
 import pytest
 
 from colrow.__main__ import main
-from colrow.comm.group import single
+from colrow.comm.group import Group, single
+from colrow.comm.local import run_threads
 from colrow.engine import calibrate
 from colrow.planning import cost, links, timing
 
 
 def test_one_rank() -> None:
     found = calibrate.measure(single(), seconds=0.02)
-    assert min(found.read, found.flops, found.per_op) > 0
-    assert (found.small, found.large) == (0, 0)
+    assert min(found.read, found.flops, found.decode, found.prefill, found.train) > 0
+    assert found.exchange == ()
+    calibrate.presets([found], "auto", 1e9)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_presets_give_back_the_time_of_both_all_reduces(ranks: int) -> None:
-    slow, fast = calibrate.Measured(5e9, 4e10, 8e-6, 2e-5, 2e-3), calibrate.Measured(6e9, 5e10, 7e-6, 1e-5, 1e-3)
+def test_ranks_measure_together() -> None:
+    def rank(group: Group) -> calibrate.Measured:
+        return calibrate.measure(group, seconds=0.02)
+
+    found = run_threads(rank, 2)
+    assert all(len(m.exchange) == len(calibrate.SIZES) and min(m.exchange) > 0 for m in found)
+    device, link = calibrate.presets(found, "threads", 1e9)
+    assert link.among == 2
+    assert min(device.per_op, device.touch, device.gradient) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_presets_give_back_what_was_measured(ranks: int) -> None:
+    """The slowest rank's; the reference model's three times are explained."""
+    times = (2e-5, 3e-5, 1e-4, 2e-3)
+    slow = calibrate.Measured(5e9, 4e10, times, 0.05, 0.2, 0.9)
+    fast = calibrate.Measured(6e9, 5e10, tuple(t / 2 for t in times), 0.04, 0.1, 0.7)
     device, link = calibrate.presets([slow, *[fast] * (ranks - 1)], "shm", 1e9)
-    assert (device.read, device.flops, device.per_op) == (ranks * 5e9, ranks * 4e10, 8e-6)
-    large = cost.Predicted("all_reduce", "x", 1, calibrate.LARGE, tuple(range(ranks)), unit=4)
-    latency, moving = timing.collective(large, link)
-    assert latency == 2e-5
-    assert latency + moving == pytest.approx(2e-3, rel=0.01)
+    assert (device.read, device.flops) == (ranks * 5e9, ranks * 4e10)
+    for size, seconds in zip(calibrate.SIZES, times, strict=True):
+        latency, moving = timing.collective(cost.Predicted("all_reduce", "x", 1, size, tuple(range(ranks)), unit=4), link)
+        assert latency == 2e-5
+        assert latency + moving == pytest.approx(seconds)
+    between = cost.Predicted("all_reduce", "x", 2, (64 << 10) + (512 << 10), tuple(range(ranks)), unit=4)
+    assert 2 * 3e-5 < sum(timing.collective(between, link)) < 2 * 1e-4
+    _, plan, model = calibrate.reference(ranks)
+    machine = links.Machine(device, link)
+    assert timing.prefill(plan, model, machine, 1, calibrate.ROWS, 4).total == pytest.approx(0.2)
+    assert timing.train(plan, model, machine, 1, calibrate.ROWS, 4).total == pytest.approx(0.9)
+    assert timing.decode(plan, model, machine, 1, calibrate.ROWS, 4).total == pytest.approx(0.05, rel=0.03)  # found before `touch` was
+    other = cost.Predicted("all_reduce", "x", 1, 4 << 20, tuple(range(ranks + 1)), unit=4)  # more ranks than measured: by the formula
+    assert sum(timing.collective(other, link)) > 0
 
 
 def test_the_command_writes_what_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from colrow.cli.options import read_bytes
 from colrow.errors import UserError
 from colrow.planning import cost, degrees, links, memory, timing
 from colrow.planning.derive import derive
+from colrow.planning.kept import cache_bytes_per_token, heads
 from colrow.planning.shapes import config
 from colrow.planning.study import Question, Study
 from colrow.planning.trace import trace
@@ -60,10 +61,10 @@ def test_cache_of_llama_70b() -> None:
 def test_cache_of_attention_that_stays_whole() -> None:
     cfg = tiny.config("llama")
     found = trace(cfg)
-    kept = memory.heads(found)
+    kept = heads(found)
     assert [(h.kv, h.key, h.value) for h in kept] == [(3, 8, 8)] * 2
-    assert memory.cache_bytes_per_token(derive(cfg, 1), kept, 2) == [2 * 3 * 16 * 2]
-    assert memory.cache_bytes_per_token(derive(cfg, 3), kept, 2) == [2 * 16 * 2] * 3
+    assert cache_bytes_per_token(derive(cfg, 1), kept, 2) == [2 * 3 * 16 * 2]
+    assert cache_bytes_per_token(derive(cfg, 3), kept, 2) == [2 * 16 * 2] * 3
 
 
 def test_activations_of_the_paper() -> None:

@@ -26,10 +26,10 @@ def show(ranks: int, backend: str, dtype: str, seconds: float, file: Path | None
     found, kind = [m for m, _ in results], results[0][1]
     device, link = calibrate.presets(found, kind, psutil.virtual_memory().total / ranks)
     for number, m in enumerate(found):
-        say(f"rank {number}: reads {nbytes(m.read)}/s, {m.flops / 1e9:,.0f} GFLOP/s of {dtype}, {1e6 * m.per_op:.1f} µs to start an op")
+        say(f"rank {number}: reads {nbytes(m.read)}/s, {m.flops / 1e9:,.0f} GFLOP/s of {dtype}")
+    say(f"between products: {1e6 * device.per_op:.1f} µs to start an op, {nbytes(device.touch)}/s of activations")
     if ranks > 1:
-        sizes = f"{nbytes(calibrate.SMALL)} in {1e6 * link.start:.1f} µs, larger ones at {nbytes(link.bandwidth)}/s sent"
-        say(f"all-reduce over {kind}: {sizes}")
+        say(f"all-reduce over {kind}: {', '.join(f'{nbytes(size)} in {1e6 * seconds:,.1f} µs' for size, seconds in link.times)}")
     if file is None:
         return
     try:

@@ -1,9 +1,11 @@
-"""Measures what planning/links.py's presets state, on this machine: how fast ranks read, multiply, start an op and exchange bytes.
+"""Measures what planning/links.py's presets state, on this machine: how fast ranks read, multiply, run a model's code and exchange bytes.
 
     python -m colrow bench --calibrate machine.json --tp 2      then      colrow plan MODEL --device machine.json
 
-Four numbers for a rank while all ranks do the same, and two for the link; each is a median. They are measured with torch's own products,
-as the split model runs them, so they are reached and not assumed. Not here: predictions (planning/timing.py).
+All ranks measure at the same time; each number is a median. Reading, multiplying and exchanging are measured by themselves, with torch's
+own products and in turn, as a split model runs them. The rest is what a small split model (`REFERENCE`) takes longer than these explain:
+decoding gives seconds an op, a prompt what lies between products, a training step what gradients cost. The path is that of transformers'
+modules. Not here: predictions (planning/timing.py).
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import cycle
 from statistics import median
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -21,28 +26,46 @@ from transformers import LlamaConfig
 from ..comm import collectives
 from ..comm.group import Group
 from ..parallel import build
-from ..planning.links import Device, Link
+from ..parallel.head import sharded_logits
+from ..planning import cost, timing, workload
+from ..planning.derive import derive
+from ..planning.links import Device, Link, Machine
+from ..planning.plan import Plan
 from ..planning.trace import trace
 from .forward import Forward
 
-SMALL, LARGE = 4096, 4 << 20  # bytes of the all-reduces that give latency and bandwidth
+SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20)  # bytes of the all-reduces that are measured
+ROWS = 128  # of products with many rows, and tokens of the reference's prompt
+REFERENCE: dict[str, Any] = {
+    "hidden_size": 640,
+    "intermediate_size": 1792,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "vocab_size": 4096,
+    "tie_word_embeddings": False,
+}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank: bytes read and products per second, seconds of an op, seconds of a small and of a large all-reduce (0 on one rank)."""
+    """Of one rank: bytes read and products per second, seconds of all-reduces of `SIZES` (none on one rank), and seconds of the reference
+    model's decoded token, prompt and training step."""
 
     read: float
     flops: float
-    per_op: float
-    small: float
-    large: float
+    exchange: tuple[float, ...]
+    decode: float
+    prefill: float
+    train: float
+    itemsize: int = 4
 
 
 def measure(group: Group, dtype: torch.dtype = torch.float32, seconds: float = 1.0) -> Measured:
-    """Takes about five times `seconds`. A collective of all ranks."""
-    read, flops, per_op = (part(group, dtype, seconds) for part in (_read, _flops, _per_op))
-    return Measured(read, flops, per_op, *_exchange(group, seconds))
+    """Takes about six times `seconds`. A collective of all ranks."""
+    read, flops = _read(group, dtype, seconds), _flops(group, dtype, seconds)
+    exchange = tuple(_exchange(group, size, seconds / 4) for size in SIZES) if group.size > 1 else ()
+    return Measured(read, flops, exchange, *_reference(group, dtype, seconds), dtype.itemsize)
 
 
 def _timed(group: Group, run: Callable[[], object], seconds: float) -> float:
@@ -52,7 +75,7 @@ def _timed(group: Group, run: Callable[[], object], seconds: float) -> float:
     start = time.perf_counter()
     run()
     once = time.perf_counter() - start
-    (count,) = {min(collectives.gather_objects(max(3, min(2000, int(seconds / max(once, 1e-7)))), group, "calibrate.count") or [3])}
+    count = min(collectives.gather_objects(max(3, min(2000, int(seconds / max(once, 1e-7)))), group, "calibrate.count") or [3])
     times = []
     for _ in range(count):
         start = time.perf_counter()
@@ -61,56 +84,114 @@ def _timed(group: Group, run: Callable[[], object], seconds: float) -> float:
     return median(times)
 
 
+@cache
+def _matrices(dtype: torch.dtype, size: int) -> list[torch.Tensor]:
+    """Matrices that together fit into no cache."""
+    return [torch.zeros(size, size, dtype=dtype) for _ in range((192 << 20) // (size * size * dtype.itemsize))]
+
+
 def _read(group: Group, dtype: torch.dtype, seconds: float) -> float:
-    """Bytes per second of products with one row, of many matrices that together fit into no cache."""
-    weights = [torch.zeros(2048, 2048, dtype=dtype) for _ in range(512 // (4 * dtype.itemsize))]
-    x = torch.ones(1, 2048, dtype=dtype)
+    """Bytes per second of products with one row."""
+    weights, x = _matrices(dtype, 2048), torch.ones(1, 2048, dtype=dtype)
     with torch.inference_mode():
         return sum(w.nbytes for w in weights) / _timed(group, lambda: [F.linear(x, w) for w in weights], seconds)
 
 
 def _flops(group: Group, dtype: torch.dtype, seconds: float) -> float:
-    x, w = torch.ones(256, 1536, dtype=dtype), torch.ones(1536, 1536, dtype=dtype)
+    """Operations per second of products with many rows, each with a matrix that was not read before; what reading takes is left out."""
+    weights = cycle(_matrices(dtype, 1024))
+    x, one = (torch.ones(rows, 1024, dtype=dtype) for rows in (ROWS, 1))
     with torch.inference_mode():
-        return 2 * 256 * 1536 * 1536 / _timed(group, lambda: F.linear(x, w), seconds)
+        many = _timed(group, lambda: F.linear(x, next(weights)), seconds)
+        few = _timed(group, lambda: F.linear(one, next(weights)), seconds / 4)
+    return 2 * ROWS * 1024 * 1024 / max(many - few, many / 10)
 
 
-def _per_op(group: Group, dtype: torch.dtype, seconds: float) -> float:
-    """Seconds of an op on next to nothing, with what Python, torch and transformers' modules add to it: a decoding step of a tiny model
-    divided by the ops of its trace."""
-    config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=64)
-    forward = Forward(build.empty(config, dtype).to_empty(device="cpu").eval())
-    _, past = forward(torch.zeros(1, 8, dtype=torch.int64), None, None)
-    one = torch.zeros(1, 1, dtype=torch.int64)
+def _exchange(group: Group, size: int, seconds: float) -> float:
+    """Seconds that an all-reduce adds to the product before it: ranks do not arrive at the same time, and the memory is not at hand."""
+    weights, x, moved = cycle(_matrices(torch.float32, 1024)), torch.ones(1, 1024), torch.ones(size // 4)
+
+    def product() -> None:
+        F.linear(x, next(weights))
+
+    def both() -> None:
+        product()
+        collectives.all_reduce(moved, group, "calibrate.link", inplace=True)
+
+    with torch.inference_mode():
+        alone = _timed(group, product, seconds / 2)
+        return max(_timed(group, both, seconds) - alone, 1e-7)
+
+
+@cache
+def reference(ranks: int) -> tuple[LlamaConfig, Plan, workload.Model]:
+    """The small model, its plan, and what time depends on."""
+    config = LlamaConfig(**REFERENCE)
+    return config, derive(config, ranks), workload.of(trace(config))
+
+
+def _reference(group: Group, dtype: torch.dtype, seconds: float) -> tuple[float, float, float]:
+    """Seconds of a decoded token, a prompt and a training step."""
+    config, plan, _ = reference(group.size)
+    model: Any = build.empty(config, dtype)
+    model = (build.split(model, plan, group) if group.size > 1 else model).to_empty(device="cpu")
+    for tensor in (*model.parameters(), *model.buffers()):
+        torch.nn.init.constant_(tensor.data, 0.01)
+    forward, ids = Forward(model.eval()), torch.zeros(1, ROWS, dtype=torch.int64)
+    _, past = forward(ids, None, None)
 
     def step() -> None:
-        forward(one, None, past)
+        forward(ids[:, :1], None, past)
         past.crop(-1)
 
-    return _timed(group, step, seconds) / len(trace(config).ops)
+    def training() -> None:
+        with sharded_logits(model) if group.size > 1 else torch.enable_grad():
+            loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        model.zero_grad(set_to_none=True)
 
-
-def _exchange(group: Group, seconds: float) -> tuple[float, float]:
-    if group.size == 1:
-        return 0.0, 0.0
-    times = []
-    for size in (SMALL, LARGE):
-        x = torch.ones(size // 4)
-        times.append(_timed(group, lambda x=x: collectives.all_reduce(x, group, "calibrate.link", inplace=True), seconds))  # type: ignore[misc]
-    return times[0], times[1]
+    decode, prefill = _timed(group, step, seconds), _timed(group, lambda: forward(ids, None, None), seconds)
+    model.train()
+    return decode, prefill, _timed(group, training, seconds)
 
 
 def presets(results: list[Measured], kind: str, memory: float) -> tuple[Device, Link]:
     """A device and a link from what the ranks of one host measured: the slowest rank counts, since the others wait for it.
 
-    `shared` is set, with the host's sums: fewer or more ranks share the same memory and cores. The link's bandwidth is what makes the
-    model's formula give the time of the large all-reduce.
+    `shared` is set, with the host's sums: fewer or more ranks share the same memory and cores. Beyond the number of ranks that measured
+    it, the link is described by its smallest and its largest all-reduce.
     """
     n = len(results)
     read, flops = (n * min(getattr(r, key) for r in results) for key in ("read", "flops"))
     source = f"measured on {n} rank{'s' * (n > 1)} with {os.cpu_count()} cores"
-    device = Device("here", "this machine", read, flops, memory, source, True, (1.0, 1.0), max(r.per_op for r in results))
-    small, large = (max(getattr(r, key) for r in results) for key in ("small", "large"))
-    sent = (n - 1) * LARGE if n == 2 else 2 * (n - 1) * LARGE / n
-    bandwidth = sent / max(large - small, 1e-9) if n > 1 else 1e12
-    return device, Link("here", f"{kind} on this machine", bandwidth, 0.0, small, source, 0, ("two-shot",) if n > 2 else ("one-shot",))
+    device = Device("here", "this machine", read, flops, memory, source, True, (1.0, 1.0), False)
+    if n == 1:
+        link = Link("here", f"{kind} on this machine", 1e12, 0.0, 0.0, source, 0, ("one-shot",))
+    else:
+        times = [(size, max(r.exchange[i] for r in results)) for i, size in enumerate(SIZES)]
+        times = [(size, max(s for _, s in times[: i + 1])) for i, (size, _) in enumerate(times)]  # none shorter than a smaller one
+        (_, small), (size, large) = times[0], times[-1]
+        sent = (n - 1) * size if n == 2 else 2 * (n - 1) * size / n
+        rate = sent / max(large - small, 1e-9)
+        algorithm = ("two-shot",) if n > 2 else ("one-shot",)
+        link = Link("here", f"{kind} on this machine", rate, 0.0, small, source, 0, algorithm, tuple(times), n)  # type: ignore[arg-type]
+    return explained(device, link, results), link
+
+
+def explained(device: Device, link: Link, results: list[Measured]) -> Device:
+    """The device with what the reference model took longer than its products and collectives explain."""
+    n, size = len(results), results[0].itemsize
+    _, plan, model = reference(n)
+    decode, prefill, train = (max(getattr(r, key) for r in results) for key in ("decode", "prefill", "train"))
+
+    def left(seconds: float, predicted: timing.Time) -> float:
+        """Never nothing, so that what was measured cannot turn into "does not matter"."""
+        return max(seconds - predicted.total, seconds / 1000)
+
+    device = replace(device, per_op=left(decode, timing.decode(plan, model, Machine(device, link), 1, ROWS, size)) / model.ops)
+    whole, cut = model.touched
+    between = left(prefill, timing.prefill(plan, model, Machine(device, link), 1, ROWS, size))
+    device = replace(device, touch=n * ROWS * size * (whole + cut / n) / between)
+    gradients = left(train, timing.train(plan, model, Machine(device, link), 1, ROWS, size))
+    made = max(cost.parameter_bytes(plan, size))
+    return replace(device, gradient=n * made / gradients)

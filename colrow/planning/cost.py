@@ -234,8 +234,3 @@ def _block(name: str) -> str:
 def parameter_bytes(plan: Plan, dtype_bytes: int) -> list[int]:
     """Bytes of the parameters that each rank holds; a tied one counts once."""
     return [sum(prod(t.partition.local_shape(t.shape, rank)) for t in plan.tensors.values()) * dtype_bytes for rank in range(plan.ranks)]
-
-
-def cache_bytes_per_token(plan: Plan, dtype_bytes: int) -> list[int]:
-    """Bytes of keys and values that each rank keeps for one token of one sequence."""
-    return [sum(2 * a.kv.local_size(rank) * a.head_dim for a in plan.attention) * dtype_bytes for rank in range(plan.ranks)]

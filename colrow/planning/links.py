@@ -25,7 +25,8 @@ _TCP = "latency: 25 µs a message over TCP, a common value for kernel sockets in
 
 @dataclass(frozen=True)
 class Link:
-    """One collective takes `start` + steps * `hop` + bytes sent / `bandwidth` seconds. `domain`: most ranks it joins; 0 = any number."""
+    """One collective takes `start` + steps * `hop` + bytes sent / `bandwidth` seconds. `domain`: most ranks it joins; 0 = any number.
+    `times`: measured instead, (bytes, seconds) of all-reduces among `among` ranks, by rising size."""
 
     name: str
     words: str
@@ -35,13 +36,15 @@ class Link:
     source: str
     domain: int = 0
     algorithms: tuple[Algorithm, ...] = ("ring", "tree")
+    times: tuple[tuple[int, float], ...] = ()
+    among: int = 0
 
 
 @dataclass(frozen=True)
 class Device:
-    """`read`: memory bandwidth; `flops`: dense 16-bit products per second; `memory` in bytes; `shared`: all ranks of a host share `read`
-    and `flops` (processes on one CPU). `efficiency`: what of `read` and `flops` code
-    reaches, assumed for data sheets, 1 for measured ones."""
+    """`read`: memory bandwidth; `flops`: dense 16-bit products per second; `memory` in bytes; `shared`: all ranks of a host share `read`,
+    `flops`, `touch` and `gradient` (processes on one CPU). `efficiency`: what of `read` and `flops` code reaches, assumed for data sheets,
+    1 for measured ones. The last four are 0 where code is good enough for them not to matter, as a bound assumes."""
 
     name: str
     words: str
@@ -51,7 +54,10 @@ class Device:
     source: str
     shared: bool = False
     efficiency: tuple[float, float] = (0.75, 0.5)
+    overlap: bool = True  # weights are read while products are computed; else one after the other
     per_op: float = 0.0  # seconds to start one op; 0 where they are started ahead or recorded
+    touch: float = 0.0  # bytes per second of ops between products (norms, gates, residuals), read and written
+    gradient: float = 0.0  # bytes of gradients per second that a backward pass adds to what its products take
 
 
 def _nvlink(name: str, words: str, gigabytes: float, source: str, domain: int = 8) -> Link:
@@ -140,11 +146,14 @@ def _preset(name: str, known: dict[str, Preset], kind: type[Preset], word: str) 
     if Path(name).is_file():
         try:
             data = json.loads(Path(name).read_text(encoding="utf-8"))[word]
-            values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-            return kind(**values)
+            return kind(**{key: _frozen(value) for key, value in data.items()})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"the file is not a preset with a {word}", f"{name}: {error}", "a file of colrow bench --calibrate") from error
     raise UserError(f"no {word} of this name", name, f"{', '.join(known)}, or a file of colrow bench --calibrate")
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def save(path: Path, of_link: Link, of_device: Device) -> None:

@@ -12,40 +12,12 @@ from math import prod
 from typing import Literal
 
 from . import cost
+from .kept import Heads, cache_bytes
 from .plan import Plan
-from .trace import Trace
 
 RESERVE = 0.1  # share of a device's memory left for context, allocator and kernels' work space
 
 Recompute = Literal["none", "selective", "full"]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What one attention module keeps for a token: `kv` heads of `key` + `value` elements."""
-
-    module: str
-    kv: int
-    key: int
-    value: int
-
-
-def heads(trace: Trace) -> tuple[Heads, ...]:
-    """Of every attention module that goes through transformers' AttentionInterface; others (Bloom, Mamba) keep what is not counted here."""
-    found = {}
-    for call in trace.attention:
-        _, kv, _, key = trace.values[call.k].shape
-        found[call.module] = Heads(call.module, kv, key, trace.values[call.v].shape[3])
-    return tuple(found.values())
-
-
-def cache_bytes_per_token(plan: Plan, kept: tuple[Heads, ...], dtype_bytes: int) -> list[int]:
-    """Bytes of keys and values of one token of one sequence, for each rank; modules that the plan does not cut keep all heads."""
-    local = {a.module: a.kv for a in plan.attention}
-    return [
-        sum((local[h.module].local_size(rank) if h.module in local else h.kv) * (h.key + h.value) for h in kept) * dtype_bytes
-        for rank in range(plan.ranks)
-    ]
 
 
 @dataclass(frozen=True)
@@ -75,12 +47,12 @@ def serving(plan: Plan, kept: tuple[Heads, ...], batch: int, context: int, dtype
     Activations: the widest value that a block holds at once, input and output with it; buffers: the largest collective, twice.
     """
     rows = batch * min(step or context, 2048)
-    cache = cache_bytes_per_token(plan, kept, dtype_bytes)
+    cache = cache_bytes(plan, kept, context, dtype_bytes)
     parameters = cost.parameter_bytes(plan, dtype_bytes)
     width = [_width(plan, rank) for rank in range(plan.ranks)]
     moved = max((p.logical_bytes for p in cost.predict(plan, 1, rows, "prefill", dtype_bytes, whole_logits=False)), default=0)
     return [
-        Memory(parameters[r], cache[r] * batch * context, rows * width[r] * dtype_bytes, buffers=2 * moved if plan.ranks > 1 else 0)
+        Memory(parameters[r], cache[r] * batch, rows * width[r] * dtype_bytes, buffers=2 * moved if plan.ranks > 1 else 0)
         for r in range(plan.ranks)
     ]
 
@@ -110,15 +82,26 @@ def training(plan: Plan, dtype_bytes: int = 2, optimizer: str = "adamw", activat
     return out
 
 
+LONGEST = 1 << 31
+
+
 def largest_context(plan: Plan, kept: tuple[Heads, ...], size: float, batch: int = 1, dtype_bytes: int = 2) -> int:
-    """Tokens of each of `batch` sequences that fit into `size` bytes on every rank; 0 where the model does not fit at all."""
-    found = []
-    for with_one, kept_bytes in zip(
-        serving(plan, kept, batch, 1, dtype_bytes, 2048), cache_bytes_per_token(plan, kept, dtype_bytes), strict=True
-    ):
-        room = size * (1 - RESERVE) - with_one.total
-        found.append(0 if room < 0 else int(room // (kept_bytes * batch)) + 1 if kept_bytes else 1 << 31)
-    return min(found)
+    """Tokens of each of `batch` sequences that fit into `size` bytes on every rank; 0 where the model does not fit at all, `LONGEST` where
+    nothing grows."""
+    with_one = serving(plan, kept, batch, 1, dtype_bytes, 2048)
+    first = cache_bytes(plan, kept, 1, dtype_bytes)
+
+    def fits(context: int) -> bool:
+        each = zip(with_one, first, cache_bytes(plan, kept, context, dtype_bytes), strict=True)
+        return all(m.total + batch * (grown - one) <= size * (1 - RESERVE) for m, one, grown in each)
+
+    if not fits(1) or fits(LONGEST):
+        return LONGEST if fits(1) else 0
+    low, high = 1, LONGEST  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def activations_of_layer(

@@ -213,10 +213,11 @@ def _attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, 
     eager = sys.modules[type(module).__module__].eager_attention_forward
     first, outer, r.in_attention = len(r.ops), r.in_attention, len(r.attention)
     q, k, v = (r.value(t) for t in (query, key, value))
-    r.attention.append(AttentionCall(r.calls[r.open[-1]].module, q, k, v, -1, first, first))
+    window = int(kwargs.get("sliding_window") or 0)
+    r.attention.append(AttentionCall(r.calls[r.open[-1]].module, q, k, v, -1, first, first, window))
     result = eager(module, query, key, value, mask, **kwargs)
     at, r.in_attention = r.in_attention, outer
-    r.attention[at] = AttentionCall(r.calls[r.open[-1]].module, q, k, v, r.value(result[0]), first, len(r.ops))
+    r.attention[at] = AttentionCall(r.calls[r.open[-1]].module, q, k, v, r.value(result[0]), first, len(r.ops), window)
     return result
 
 

@@ -9,11 +9,11 @@ Words are in verdict.py, the page in report/.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from . import cost, degrees, memory, timing
+from . import cost, degrees, kept, memory, timing, workload
 from .links import Machine
 from .memory import Memory
 from .plan import Plan
@@ -70,7 +70,7 @@ class Study:
     ranks: int  # the degree that was asked for
     machine: Machine
     question: Question
-    model: timing.Model
+    model: workload.Model
     rows: dict[int, Row]
 
     @property
@@ -98,25 +98,14 @@ class Study:
     ) -> Study:
         """Plans the other degrees, counts, and predicts. Seconds for a large model, most of them for the trace."""
         plans = degrees.plans(config, plan, others)
-        found = trace(degrees.shortened(config) or config)
-        per_layer = sum(f".{degrees.SHORT - 1}." in f".{found.module_of(op)}." for op in found.ops)
-        model = _scaled(timing.Model.of(found), config, per_layer)
+        alike = len(set(getattr(config, "layer_types", None) or ())) < 2
+        found = trace((degrees.shortened(config) if alike else None) or config)
+        model = workload.longer(workload.of(found), found, config)
         rows = {n: _row(p, model, machine, question, sampling, activations) for n, p in plans.items()}
         return Study(config, plan.ranks, machine, question, model, rows)
 
 
-def _scaled(model: timing.Model, config: PreTrainedConfig, ops: int) -> timing.Model:
-    """The model of two layers with the heads of all layers: layer number 1 again and again."""
-    layers = int(getattr(config, "num_hidden_layers", 0) or 0)
-    if layers <= degrees.SHORT or len(model.heads) != degrees.SHORT:
-        return model
-    last = model.heads[-1]
-    more = [replace(last, module=last.module.replace(f".{degrees.SHORT - 1}.", f".{n}.")) for n in range(degrees.SHORT, layers)]
-    queries, ops = model.queries // degrees.SHORT * layers, model.ops + ops * (layers - degrees.SHORT)
-    return replace(model, heads=(*model.heads, *more), queries=queries, ops=ops)
-
-
-def _row(plan: Plan, model: timing.Model, machine: Machine, q: Question, sampling: Sampling, activations: Activations) -> Row:
+def _row(plan: Plan, model: workload.Model, machine: Machine, q: Question, sampling: Sampling, activations: Activations) -> Row:
     n, size = plan.ranks, q.dtype_bytes
     held = tuple(memory.serving(plan, model.heads, q.batch, q.context, size))
 
@@ -124,15 +113,17 @@ def _row(plan: Plan, model: timing.Model, machine: Machine, q: Question, samplin
         return timing.decode(plan, model, machine, batch, q.context, size, sampling(batch, n))
 
     traffic = (*cost.predict(plan, q.batch, 1, "decode", size, whole_logits=False), *sampling(q.batch, n))
+    training = tuple(memory.training(plan, size, activations=activations(plan))) if q.train else ()
+    state = [m.optimizer for m in training]
     return Row(
         plan,
         held,
-        tuple(memory.cache_bytes_per_token(plan, model.heads, size)),
+        tuple(kept.cache_bytes_per_token(plan, model.heads, size)),
         memory.largest_context(plan, model.heads, q.memory or machine.device.memory, q.batch, size),
         decode(q.batch),
         timing.prefill(plan, model, machine, q.batch, q.context, size),
         tuple(decode(b) for b in BATCHES),
         traffic,
-        timing.train(plan, model, machine, q.batch, q.context, size) if q.train else None,
-        tuple(memory.training(plan, size, activations=activations(plan))) if q.train else (),
+        timing.train(plan, model, machine, q.batch, q.context, size, state) if q.train else None,
+        training,
     )

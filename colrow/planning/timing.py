@@ -1,44 +1,25 @@
 """Time: how long a rank reads, multiplies, waits and sends. A latency-bandwidth model, nothing fitted.
 
-One pass takes max(bytes read / bandwidth, products / flops) on the slowest rank, plus for each collective `start` + steps * `hop` + bytes
-sent / bandwidth with the best algorithm that the link has; nothing overlaps. It is a bound for good code, and a split is never flattered.
-Efficiencies come with the device (links.py). Not here: what follows from it (verdict.py).
+One pass takes max(bytes read / bandwidth, products / flops) on the slowest rank (their sum on a CPU, where a product reads its matrix and
+then multiplies), plus for each collective `start` + steps * `hop` + bytes sent / bandwidth with the best algorithm that the link has;
+collectives do not overlap with work. Where a machine was measured, what ops between products cost comes on top. Efficiencies come with
+the device (links.py). What the model is, beside its plan, is in workload.py. Not here: what follows from it (verdict.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from . import cost, memory, wire
-from .links import Link, Machine
+from . import cost, kept, wire
+from .links import Device, Link, Machine
 from .plan import Plan, TensorPlan
-from .trace import Trace
+from .workload import Model
 
-
-@dataclass(frozen=True)
-class Model:
-    """What time depends on beside the plan: what attention keeps, which parameters are only looked up, how many experts a token uses."""
-
-    heads: tuple[memory.Heads, ...]
-    queries: int  # query heads of all layers times their width
-    lookups: frozenset[str]
-    active_experts: int  # 0: no experts
-    ops: int = 0  # that a forward pass starts
-
-    @staticmethod
-    def of(trace: Trace) -> Model:
-        tables = {op.inputs()[0] for op in trace.ops if op.name == "embedding"}
-        products = {i for op in trace.ops if op.name != "embedding" for i in op.inputs()}
-        lookups = frozenset(name for name, i in trace.parameters.items() if i in tables and i not in products)
-        width = {call.module: prod(trace.values[call.q].shape[1::2]) for call in trace.attention}
-        experts = next((n for key in ("num_experts_per_tok", "moe_top_k", "top_k_experts") if (n := getattr(trace.config, key, 0))), 0)
-        return Model(memory.heads(trace), sum(width.values()), lookups, int(experts), len(trace.ops))
-
-
-Rules = Literal["reading", "computing", "latency", "moving", "starting"]
+Part = Literal["reading", "computing", "latency", "moving", "touching", "starting", "updating"]
+PARTS: tuple[Part, ...] = ("reading", "computing", "latency", "moving", "touching", "starting", "updating")
 
 
 @dataclass(frozen=True)
@@ -47,40 +28,55 @@ class Time:
 
     ranks: int
     tokens: int  # that come out of it or go through it
-    reading: float
-    computing: float
-    latency: float
-    moving: float
+    reading: float  # weights and cache
+    computing: float  # products
+    latency: float  # of collectives
+    moving: float  # their bytes
+    touching: float = 0.0  # what lies between products, and gradients, where that was measured
     starting: float = 0.0  # of ops, where a processor starts them one by one
+    updating: float = 0.0  # parameters and the optimizer's state
+    overlap: bool = True  # reading and computing go on at once
+
+    @property
+    def parts(self) -> dict[Part, float]:
+        """What adds up to the total: of reading and computing at once only the longer one."""
+        hidden = ("computing" if self.reading >= self.computing else "reading") if self.overlap else ""
+        return {part: 0.0 if part == hidden else getattr(self, part) for part in PARTS}
 
     @property
     def total(self) -> float:
-        return max(self.reading, self.computing) + self.latency + self.moving + self.starting
+        return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.total
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> Part:
         """What takes longest."""
-        times: dict[Rules, float] = {
-            "reading": self.reading if self.reading >= self.computing else 0.0,
-            "computing": self.computing if self.computing > self.reading else 0.0,
-            "latency": self.latency,
-            "moving": self.moving,
-            "starting": self.starting,
-        }
-        return max(times, key=lambda k: times[k])
+        return max(self.parts, key=lambda part: self.parts[part])
 
 
 def collective(found: cost.Predicted, link: Link) -> tuple[float, float]:
     """Seconds of latency and of moving bytes, with the quickest algorithm of the link."""
     n, ways = len(found.ranks), []
+    if link.times and n == link.among:
+        return _measured(found, link)
     for algorithm in link.algorithms:
         steps = wire.steps(algorithm, found.op, n)
         ways.append((found.calls * (link.start + steps * link.hop), found.moved_bytes(algorithm) / link.bandwidth))
     return min(ways, key=sum)
+
+
+def _measured(found: cost.Predicted, link: Link) -> tuple[float, float]:
+    """Between the sizes that were measured in proportion; other ops by what they send beside an all-reduce."""
+    size = found.logical_bytes / found.calls * (1.0 if found.op == "all_reduce" else 0.5)
+    least = link.times[0][1]
+    points = link.times if len(link.times) > 1 else (*link.times, (2 * link.times[0][0], least))
+    after = next((i for i in range(1, len(points) - 1) if size <= points[i][0]), len(points) - 1)
+    (a, one), (b, other) = points[after - 1], points[after]
+    seconds = max(least, one + (size - a) * (other - one) / (b - a))
+    return found.calls * least, found.calls * (seconds - least)
 
 
 def collectives(found: Iterable[cost.Predicted], machine: Machine) -> tuple[float, float]:
@@ -100,52 +96,82 @@ def decode(
 ) -> Time:
     """One token for each of `batch` sequences of `context` tokens. `sampling`: how the ranks agree on the next token."""
     found = [*cost.predict(plan, batch, context, "decode", dtype_bytes, whole_logits=False), *sampling]
-    return _pass(plan, model, machine, batch, batch, context, dtype_bytes, found, cached=True)
+    return _time(plan, model, machine, _Pass(batch, batch, context, batch, cached=batch), dtype_bytes, found)
 
 
 def prefill(plan: Plan, model: Model, machine: Machine, batch: int, length: int, dtype_bytes: int = 2) -> Time:
-    """A prompt of `length` tokens for each of `batch` sequences."""
+    """A prompt of `length` tokens for each of `batch` sequences; logits of the last one only."""
     found = cost.predict(plan, batch, length, "prefill", dtype_bytes, whole_logits=False)
-    return _pass(plan, model, machine, batch, batch * length, length / 2, dtype_bytes, found, cached=False)
+    return _time(plan, model, machine, _Pass(batch * length, batch * length, length / 2, batch), dtype_bytes, found)
 
 
-def train(plan: Plan, model: Model, machine: Machine, batch: int, length: int, dtype_bytes: int = 2) -> Time:
-    """Forward and backward of a step: three times the products of a forward pass. The optimizer is left out."""
+def train(plan: Plan, model: Model, machine: Machine, batch: int, length: int, dtype_bytes: int = 2, state: Sequence[int] = ()) -> Time:
+    """A step: forward and backward, three times the products of a forward pass; with `state`, the bytes of the optimizer's state on each
+    rank, also its update, which reads and writes them, the parameters and the gradients once."""
     found = [p for phase in cost.STEP for p in cost.predict(plan, batch, length, phase, dtype_bytes)]
-    once = _pass(plan, model, machine, batch, batch * length, length / 2, dtype_bytes, found, cached=False)
-    return replace(once, reading=3 * once.reading, computing=3 * once.computing, starting=3 * once.starting)
+    tokens, sizes = batch * length, cost.parameter_bytes(plan, dtype_bytes)
+    touched = [2 * (size + other) + size for size, other in zip(sizes, state, strict=True)] if state else []
+    return _time(
+        plan, model, machine, _Pass(tokens, tokens, length / 2, tokens, 3, max(sizes), max(touched, default=0)), dtype_bytes, found
+    )
 
 
-def _pass(
-    plan: Plan,
-    model: Model,
-    machine: Machine,
-    batch: int,
-    tokens: int,
-    context: float,
-    dtype_bytes: int,
-    found: list[cost.Predicted],
-    cached: bool,
-) -> Time:
-    device = machine.device
+@dataclass(frozen=True)
+class _Pass:
+    """`tokens` go through, `counted` come out or go in, each looking back at `context`; the head makes `heads` rows. `times`: how often
+    the work of a forward pass is done; `cached`: sequences whose cache is read."""
+
+    tokens: int
+    counted: int
+    context: float
+    heads: int
+    times: int = 1
+    gradients: int = 0  # bytes made
+    updated: int = 0  # bytes read and written by the optimizer
+    cached: int = 0
+
+
+def _time(plan: Plan, model: Model, machine: Machine, now: _Pass, dtype_bytes: int, found: list[cost.Predicted]) -> Time:
+    device, moved = machine.device, collectives(found, machine)
     sharing = plan.ranks if device.shared else 1
     read_rate, flops_rate = device.read * device.efficiency[0] / sharing, device.flops * device.efficiency[1] / sharing
-    cache = memory.cache_bytes_per_token(plan, model.heads, dtype_bytes)
-    whole_cache = max(1, sum((h.key + h.value) * h.kv for h in model.heads) * dtype_bytes)
+    cache = kept.cache_bytes(plan, model.heads, int(now.context), dtype_bytes) if now.cached else [0] * plan.ranks
+    queries = {a.module: a.query for a in plan.attention}
     reading = computing = 0.0
     for rank in range(plan.ranks):
-        size, products = _weights(plan.tensors.values(), model, rank, tokens)
-        read = size * dtype_bytes + (cache[rank] * batch * context if cached else 0)
-        share = cache[rank] / whole_cache if model.heads else 1 / plan.ranks
-        attention = 4 * tokens * context * model.queries * min(1.0, share)
-        reading = max(reading, read / read_rate)
+        size, products = _weights(plan.tensors.values(), model, rank, now)
+        attention = 0.0
+        for a in model.attention:
+            cut = queries.get(a.module)
+            share = cut.local_size(rank) / (cut.size or 1) if cut is not None else 1.0
+            attention += 2 * now.tokens * min(now.context, a.window or now.context) * a.width * share
+        reading = max(reading, (size * dtype_bytes + cache[rank] * now.cached) / read_rate)
         computing = max(computing, (products + attention) / flops_rate)
-    return Time(plan.ranks, tokens, reading, computing, *collectives(found, machine), model.ops * device.per_op)
+    return Time(
+        plan.ranks,
+        now.counted,
+        now.times * reading,
+        now.times * computing,
+        *moved,
+        _between(plan, model, device, now, dtype_bytes) * sharing,
+        now.times * model.ops * device.per_op,
+        now.updated / read_rate,
+        device.overlap,
+    )
 
 
-def _weights(tensors: Iterable[TensorPlan], model: Model, rank: int, tokens: int) -> tuple[float, float]:
-    """Elements that a rank reads for a pass over `tokens` tokens, and operations: two for each element of a matrix and token. Of experts,
-    those that at least one token uses if all are equally liked."""
+def _between(plan: Plan, model: Model, device: Device, now: _Pass, dtype_bytes: int) -> float:
+    """Seconds of what a forward pass does between products, once and where gradients are made twice more, and of the gradients."""
+    if not device.touch:
+        return 0.0
+    whole, cut = model.touched
+    size = now.times * now.tokens * (whole + cut / plan.ranks) * dtype_bytes
+    return size / device.touch + (now.gradients / device.gradient if device.gradient else 0.0)
+
+
+def _weights(tensors: Iterable[TensorPlan], model: Model, rank: int, now: _Pass) -> tuple[float, float]:
+    """Elements that a rank reads for a pass, and operations: two for each element of a matrix and token. Of experts, those that at least
+    one token uses if all are equally liked."""
     read = operations = 0.0
     for t in tensors:
         if t.name in model.lookups:
@@ -153,9 +179,9 @@ def _weights(tensors: Iterable[TensorPlan], model: Model, rank: int, tokens: int
         size = prod(t.partition.local_shape(t.shape, rank))
         if len(t.shape) == 3 and 0 < model.active_experts < t.shape[0]:
             share = model.active_experts / t.shape[0]
-            read += size * (1 - (1 - share) ** tokens)
-            operations += 2 * size * share * tokens
+            read += size * (1 - (1 - share) ** now.tokens)
+            operations += 2 * size * share * now.tokens
         else:
             read += size
-            operations += 2 * size * tokens if len(t.shape) > 1 else 0
+            operations += 2 * size * (now.heads if t.name in model.head else now.tokens) if len(t.shape) > 1 else 0
     return read, operations

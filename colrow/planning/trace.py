@@ -96,7 +96,7 @@ class Call:
 @dataclass(frozen=True)
 class AttentionCall:
     """One call of an attention function: q [B, H, S, d], k and v [B, KV, S, d], out [B, S, H, d] (value ids), ops `first` to `last`
-    (exclusive)."""
+    (exclusive). `window`: of so many positions each sees itself and those before it; 0: all."""
 
     module: str
     q: int
@@ -105,6 +105,7 @@ class AttentionCall:
     out: int
     first: int
     last: int
+    window: int = 0
 
 
 @dataclass(frozen=True)

@@ -81,15 +81,16 @@ def rate(time: Time) -> str:
 
 def reason(time: Time) -> str:
     """What rules, with its share."""
-    parts = {key: getattr(time, key) for key in ("reading", "computing", "latency", "moving", "starting")}
     words = {
         "reading": "reading weights and cache rules",
         "computing": "the products rule",
         "latency": "the latency of collectives rules",
         "moving": "moving bytes rules",
+        "touching": "what lies between products rules",
         "starting": "starting ops one by one rules",
+        "updating": "the optimizer rules",
     }
-    return f"{words[time.rules]}, {100 * parts[time.rules] / time.total:.0f} % of the time"
+    return f"{words[time.rules]}, {100 * time.parts[time.rules] / time.total:.0f} % of the time"
 
 
 def _limits(study: Study) -> Iterator[Say]:

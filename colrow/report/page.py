@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..planning import cost, verdict
 from ..planning.memory import Memory
 from ..planning.study import BATCHES, Row, Study
+from ..planning.timing import Part
 from ..planning.why import explain, folded, runs
 from . import diagram
 from .charts import Bar, Line, bars, legend, lines
@@ -22,12 +23,14 @@ _MEMORY = (
     ("ke", "optimizer", "optimizer"),
     ("kf", "buffers", "buffers of collectives"),
 )
-_TIME = (
+_TIME: tuple[tuple[str, Part, str], ...] = (
     ("ka", "reading", "reading"),
     ("kb", "computing", "products"),
     ("ke", "latency", "latency"),
     ("kd", "moving", "moving bytes"),
+    ("kc", "touching", "between products"),
     ("kf", "starting", "starting ops"),
+    ("kg", "updating", "optimizer"),
 )
 
 
@@ -183,26 +186,21 @@ def _sent(row: Row) -> int:
 
 
 def _time(study: Study) -> Safe:
-    used = _TIME if study.machine.device.per_op else _TIME[:-1]
-    out = [legend(*((kind, words) for kind, _, words in used))]
+    times = [t for row in study.rows.values() for t in (row.decode, row.prefill, row.step) if t is not None]
+    out = [legend(*((kind, words) for kind, key, words in _TIME if any(t.parts[key] for t in times)))]
 
     def chart(pick: str, title: str) -> Safe:
         rows = []
         for n, row in study.rows.items():
             t = getattr(row, pick)
-            values = {
-                "reading": t.reading if t.reading >= t.computing else 0.0,
-                "computing": t.computing if t.computing > t.reading else 0.0,
-            }
-            values |= {"latency": t.latency, "moving": t.moving, "starting": t.starting}
-            parts = tuple((kind, values[key], f"{words} {duration(values[key])}") for kind, key, words in _TIME)
+            parts = tuple((kind, t.parts[key], f"{words} {duration(t.parts[key])}") for kind, key, words in _TIME)
             rows.append(Bar(f"tp={n}", parts, f"{duration(t.total)}, {short(t.tokens_per_second)}/s", n == study.ranks))
         return tag("div", tag("h3", title), bars(rows))
 
     q = study.question
     charts = [chart("decode", f"A decoded step, batch {q.batch}"), chart("prefill", f"A prompt of {q.batch} x {q.context:,} tokens")]
     if q.train:
-        charts.append(chart("step", "A training step, without the optimizer"))
+        charts.append(chart("step", "A training step"))
     out.append(tag("div", *charts, class_="two"))
     curves = [
         Line(

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .inputs import DECODED, TOKENS
 from .plan import Plan
-from .trace import BATCH, LENGTH, SOURCE_LENGTH, Trace, empty_model
+from .trace import Trace, empty_model
 
 _CACHES = ("cache", "past_key_values", "cache_params")  # what releases and families call it
 
@@ -75,10 +76,9 @@ def heads(trace: Trace) -> tuple[Heads, ...]:
 def _cached(trace: Trace) -> Iterator[tuple[tuple[Any, bool], int]]:
     """The layers of the cache after a prompt, with whether they hold the encoder's tokens and their number."""
     model = _plain_model(trace)
-    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="meta")
-    arguments = {"input_ids": ids}
-    if "decoder_input_ids" in trace.inputs:
-        arguments = {"input_ids": ids.new_zeros(BATCH, SOURCE_LENGTH), "decoder_input_ids": ids}
+    wanted = {TOKENS, DECODED} & trace.inputs.keys() if TOKENS in trace.inputs else trace.inputs.keys()  # a picture may be left out
+    values = {name: trace.values[trace.inputs[name]] for name in wanted}
+    arguments = {name: torch.zeros(v.shape, dtype=v.dtype, device="meta") for name, v in values.items()}
     with torch.no_grad(), _PlainCase():
         out = model(**arguments, use_cache=True)
     cache = next(found for name in _CACHES if (found := getattr(out, name, None)) is not None)
@@ -108,10 +108,11 @@ class _PlainCase(TorchDispatchMode):
 def _modules(trace: Trace) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """Attention modules in the order of their calls, each with its number of KV heads: of a decoder by itself, and with the encoder."""
     own, crossing = dict[str, int](), dict[str, int]()
+    row = next((trace.values[trace.inputs[name]].shape[1] for name in (DECODED, TOKENS) if name in trace.inputs), 0)
     for call in trace.attention:
         _, kv, length, _ = trace.values[call.k].shape
-        if trace.values[call.q].shape[2] == LENGTH:
-            (own if length == LENGTH else crossing)[call.module] = kv
+        if trace.values[call.q].shape[2] == row:
+            (own if length == row else crossing)[call.module] = kv
     return list(own.items()), list(crossing.items())
 
 

@@ -32,8 +32,8 @@ class Attending:
 @dataclass(frozen=True)
 class Model:
     """`head`: parameters that make logits only, `lookups`: those that only rows are taken of. `active_experts`: that a token uses, 0 if
-    there are none. `ops`: that a forward pass starts. `touched`: elements for each token that ops between products read and write, outside the
-    modules that hold matrices and inside, where they are cut."""
+    there are none. `ops`: that a forward pass starts. `touched`: elements for each token that ops between products read and write,
+    outside the modules that hold matrices and inside, where they are cut."""
 
     heads: tuple[Heads, ...]
     attention: tuple[Attending, ...]

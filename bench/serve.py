@@ -1,9 +1,12 @@
-"""Tokens per second of `colrow serve` for several numbers of clients at once, in the default mode and with --fast.
+"""Tokens per second of `colrow serve` for several numbers of clients at once, in the default mode and with --fast; and what a beginning
+that prompts share saves.
 
     python bench/serve.py demo --tp 2 --clients 1,8,32 --tokens 32 --repeat 3
 
 Starts one server after the other on a free port; each client sends one prompt and waits for the whole answer. Printed: the median over the
-repeats of all new tokens per second, and the ratio of the two modes. Not here: peers, and the memory floor (bench/decode.py).
+repeats of all new tokens per second, and the ratio of the two modes. Then the seconds to the first token of a prompt whose first 200 tokens
+are new to the server, and of one that begins with the same 200 (a system prompt, say) and goes on with 20 of its own; medians too. Not here:
+peers, and the memory floor (bench/decode.py).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import concurrent.futures
 import http.client
 import json
+import random
 import re
 import signal
 import statistics
@@ -29,14 +33,20 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     counts = [int(count) for count in options.clients.split(",")]
-    rates = {mode: measure(options, mode, counts) for mode in ((), ("--fast",))}
+    found = {mode: measure(options, mode, counts) for mode in ((), ("--fast",))}
+    rates = {mode: of_mode[0] for mode, of_mode in found.items()}
     print("clients  default  --fast  ratio   (tokens/s of all clients together)")
     for count in counts:
         default, fast = rates[()][count], rates[("--fast",)][count]
         print(f"{count:7}  {default:7.1f}  {fast:6.1f}  {fast / default:5.2f}")
+    first, second = found[()][1]
+    print(
+        f"seconds to the first token of 220: {first:.3f} where all are new, {second:.3f} where 200 came before ({first / second:.1f} times)"
+    )
 
 
-def measure(options: argparse.Namespace, mode: tuple[str, ...], counts: list[int]) -> dict[int, float]:
+def measure(options: argparse.Namespace, mode: tuple[str, ...], counts: list[int]) -> tuple[dict[int, float], tuple[float, float]]:
+    """Tokens per second by number of clients, and the seconds to the first token."""
     command = [sys.executable, "-m", "colrow", "serve", options.model, "--tp", options.tp, "--port", "0", *mode]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         lines = []
@@ -50,7 +60,10 @@ def measure(options: argparse.Namespace, mode: tuple[str, ...], counts: list[int
         port = int(found[1])
         try:
             ask(port, 0, 4)
-            return {count: statistics.median(rate(port, count, options.tokens) for _ in range(options.repeat)) for count in counts}
+            times = [(first_token(port, at, at), first_token(port, at, at + 1000)) for at in range(options.repeat)]
+            new, shared = (statistics.median(side) for side in zip(*times, strict=True))
+            rates = {count: statistics.median(rate(port, count, options.tokens) for _ in range(options.repeat)) for count in counts}
+            return rates, (new, shared)
         finally:
             server.send_signal(signal.SIGTERM)
 
@@ -67,6 +80,17 @@ def ask(port: int, number: int, tokens: int) -> int:
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", "/v1/completions", json.dumps(body))
     return int(json.loads(connection.getresponse().read())["usage"]["completion_tokens"])
+
+
+def first_token(port: int, beginning: int, end: int) -> float:
+    """Seconds for one token after a prompt of 200 tokens that depend on `beginning` and 20 that depend on `end`."""
+    prompt = [random.Random(seed).randrange(300, 400) for seed in range(beginning * 200, beginning * 200 + 200)]
+    prompt += [random.Random(seed).randrange(300, 400) for seed in range(end * 20, end * 20 + 20)]
+    start = time.perf_counter()
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}))
+    assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 1
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def test_health_metrics_and_page(server: Served) -> None:
     text = server.ask("/metrics")[1]
     values = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if not line.startswith("#")}
     assert values["colrow_up"] == 1
-    assert values["colrow_running"] == values["colrow_cache_reserved_tokens"] == 0
+    assert values["colrow_running"] == values["colrow_cache_used_tokens"] == 0
     assert values["colrow_new_tokens_total"] >= 4
     assert values['colrow_requests_total{outcome="200"}'] >= 1
     assert values['colrow_resident_bytes{rank="0"}'] > 1e6

@@ -56,7 +56,8 @@ def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, l
             screen.clear()
             for rank, size in enumerate(about.parameters):
                 note(f"{'memory' if rank == 0 else '':12} rank {rank}: {nbytes(size)} parameters (process {about.pids[rank]})")
-            note(f"{'cache':12} {about.cache_tokens} positions; at most {about.context} tokens a request")
+            kept = "beginnings that prompts share are computed once" if about.shares else "a cache of this model's own kind, nothing shared"
+            note(f"{'cache':12} {about.cache_tokens} positions, at most {about.context} tokens a request; {kept}")
             address = f"[{host}]" if ":" in host else host
             seconds = time.time() - opening.started
             note(f"{'ready':12} {opening.files.name} at http://{address}:{port}/ after {seconds:.1f} s")

@@ -4,8 +4,9 @@
     batch.add(Request(1, ids)); batch.add(...)          # rank 0
     while batch.step(outputs.extend): ...               # every rank, until rank 0 calls close()
 
-Each sequence has its own cache and goes through the model by itself, so its arithmetic, and with it its greedy tokens, are bit-equal alone
-and in any company. The price is that weights are read once for each sequence of a step; `fast` makes it once a step (together.py).
+Each sequence has its own cache and goes through the model by itself, in pieces that do not depend on the others, so its arithmetic, and with
+it its greedy tokens, are bit-equal alone and in any company. Beginnings of prompts that were computed before are not computed again
+(prefixes.py, blocks.py). The price is that weights are read once for each sequence of a step; `fast` makes it once a step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """
@@ -20,6 +21,7 @@ import torch
 from ..comm.collectives import broadcast_object
 from ..comm.group import Group
 from ..errors import RankError
+from .blocks import Blocks, plain
 from .engine import Engine, RowText
 from .forward import Forward, vocabulary
 from .mixed import NOT_FINITE, Mixed, Row, logprobs
@@ -37,6 +39,7 @@ class Batch:
         self.group: Group = engine.group
         self._forward, self._mixed = Forward(engine.model), Mixed(engine.group, vocabulary(engine.model))
         self._held: dict[int, Held] = {}
+        self._blocks = Blocks()
         self._together = Together(self._forward) if fast else None
         self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
@@ -75,8 +78,13 @@ class Batch:
             return False
         for id in step.dropped:
             self._held.pop(id, None)
+        self._blocks.forget(step.forgotten)
         for request in step.added:
             self._held[request.id] = Held(request)
+        for load in step.loads:
+            held = self._held[load.id]
+            held.past = self._blocks.extended(held.past, load.keys)
+            held.length = held.past.get_seq_length()
         chosen = self._run(step.runs)
         if self.group.rank == 0:
             tell(self._on_rank_0.advance(step, chosen))
@@ -85,31 +93,31 @@ class Batch:
     def _run(self, runs: Sequence[Run]) -> list[Chosen]:
         """Rank 0's choices, one for each run."""
         rows: list[Row] = []
-        prompts: dict[int, tuple[TokenLogprob, ...] | None] = {}
+        prompts: list[tuple[TokenLogprob, ...] | None] = []  # of each run
         ready = self._decode_together(runs)
         for run in runs:
             held = self._held[run.id]
-            self.decoded += held.new > 0
+            self.decoded += run.new > 0
             if run.id in ready:
                 logits = ready[run.id][None]
             else:
-                self.group.counters.phase = "decode" if held.new else "prefill"
+                self.group.counters.phase = "decode" if run.new else "prefill"
                 ids = torch.tensor([run.tokens], device=self.group.device)
                 logits, held.past = self._forward(ids, None, held.past, every=run.every)
             held.length += len(run.tokens)
-            if run.every:
-                prompts[run.id] = self._prompt_logprobs(run, held.request, logits[0])
-                logits = logits[:, -1]
+            if run.keep:
+                self._keep(run, held.past)
+            prompts.append(self._prompt_logprobs(run, held.request, logits[0]) if run.every else ())
+            logits = logits[:, -1] if run.every else logits
             if run.chooses:
-                rows.append(Row(held.request, logits[0], held.new, self._tokens(run.id, held.request)))
-                held.new += 1
+                rows.append(Row(held.request, logits[0], run.new, self._tokens(run.id, held.request)))
         self.group.counters.phase = "choose"
         choices = iter(self._mixed.choose(rows))
         if self.group.rank != 0:
             return []
         out = []
-        for run in runs:
-            choice, prompt = next(choices) if run.chooses else Chosen(), prompts.get(run.id, ())
+        for run, prompt in zip(runs, prompts, strict=True):
+            choice = next(choices) if run.chooses else Chosen()
             error = NOT_FINITE if prompt is None else choice.error
             out.append(Chosen(choice.token, choice.logprob, prompt or (), error))
         return out
@@ -119,7 +127,7 @@ class Batch:
         if self._together is None:
             return {}
         self.group.counters.phase = "decode"
-        return self._together.decode({run.id: run.tokens[0] for run in runs if self._held[run.id].new}, self._held)
+        return self._together.decode({run.id: run.tokens[0] for run in runs if run.new}, self._held)
 
     def _prompt_logprobs(self, run: Run, request: Request, logits: torch.Tensor) -> tuple[TokenLogprob, ...] | None:
         """Of the prompt's tokens that this chunk's scores are about; None where those are not finite. A collective."""
@@ -129,10 +137,17 @@ class Batch:
         if not bool(torch.isfinite(whole).any(1).all()) or bool((torch.isnan(whole) | (whole == float("inf"))).any()):
             return None
         sequence = self._on_rank_0.running[run.id]
-        ids, at = sequence.request.ids, sequence.cached
+        ids, at = sequence.request.ids, run.at
         about = ids[at + 1 : at + 1 + len(run.tokens)]
         first = (TokenLogprob(ids[0], None),) if at == 0 else ()
         return first + tuple(logprobs(whole[: len(about)], about, request.prompt_logprobs or 0))
+
+    def _keep(self, run: Run, past: Any) -> None:
+        """This piece's keys and values, for later prompts that begin with it."""
+        if plain(past):
+            self._blocks.keep(run.keep, past, run.at, run.at + len(run.tokens))
+        elif self.scheduler is not None:
+            self.scheduler.stop_sharing()
 
     def _tokens(self, id: int, request: Request) -> Sequence[int]:
         """All tokens of a sequence so far, where rank 0 needs them."""

@@ -62,7 +62,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Output:
-    """What a step brought for one request. `finish`: "stop", "length", "abort", "timeout" or "error" with its last output, else None."""
+    """What a step brought for one request. `finish`: "stop", "length", "abort", "timeout" or "error" with its last output, else None.
+    `shared`: with its first token, the positions of its prompt that were not computed but taken from an earlier request."""
 
     id: int
     tokens: tuple[int, ...] = ()
@@ -71,26 +72,41 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
+    shared: int = 0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A piece of one sequence that goes through the model in a step. `every`: the scores of all its positions are wanted (prompt
-    logprobs); `chooses`: the next token is chosen from the last one's."""
+    """A piece of one sequence, from position `at` on, that goes through the model in a step. `every`: the scores of all its positions are
+    wanted (prompt logprobs); `chooses`: the next token is chosen from the last one's. `new`: how many tokens were chosen up to here (0: it
+    is a piece of the prompt, else it is the last one chosen). `keep`: a number under which its keys and values are kept, 0 for none."""
 
     id: int
     tokens: tuple[int, ...]
+    at: int = 0
     every: bool = False
     chooses: bool = True
+    new: int = 0
+    keep: int = 0
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sequence `id` goes on with kept pieces instead of computing them."""
+
+    id: int
+    keys: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What rank 0 tells the others to do. `dropped` are forgotten before `runs` are run. `added` come without their prompts, which
-    arrive in runs."""
+    """What rank 0 tells the others to do. `dropped` sequences and `forgotten` pieces are gone before `loads` and `runs`. `added` come
+    without their prompts, which arrive in runs."""
 
     number: int
     added: tuple[Request, ...] = ()
     dropped: tuple[int, ...] = ()
+    forgotten: tuple[int, ...] = ()
+    loads: tuple[Load, ...] = ()
     runs: tuple[Run, ...] = ()
     last: bool = False

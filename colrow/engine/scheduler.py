@@ -1,12 +1,12 @@
 """Scheduler: which sequences run in a step. Rank 0's alone, and plain Python: no tensors, no ranks.
 
-Requests join and leave at every step. A step has every sequence that is decoding, and prompts in chunks of at most `chunk` tokens together,
-so a long prompt does not stall the others. Chunks are cut at fixed places of a sequence, whatever else runs: its arithmetic is the same
-alone and in company.
+Requests join and leave at every step. A step has every sequence that is decoding, and pieces of prompts of at most `chunk` tokens together,
+so a long prompt does not stall the others. Pieces are cut at fixed places of a sequence, whatever else runs: its arithmetic is the same
+alone and in company. A piece that an earlier prompt had too, with the same tokens before it, is not computed again (prefixes.py).
 
-A request is admitted, in order of arrival, when the cache has room for its prompt and all the tokens it may still make; then it never has
-to give its place up. (Taking a cache away and computing it again later would round differently, and a request's greedy tokens would depend
-on its company.)
+The cache is given out in blocks as sequences grow. A request is admitted, in order of arrival, when there is room for its prompt. When the
+cache is full, pieces kept for later are given up first; then the sequence that came last gives up its place and waits. It begins again with
+the same pieces and the same single tokens, so that its numbers are the same to the bit, and nobody sees it but by the time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from .request import Output, Request, Run, Step, TokenLogprob
+from .prefixes import Prefixes, next_cut
+from .request import Load, Output, Request, Run, Step, TokenLogprob
 from .stopping import Finish, Limits
 
 NAMES = {Finish.EOS: "stop", Finish.STOP: "stop", Finish.LENGTH: "length", Finish.CONTEXT: "length"}
+BLOCK = 16  # positions
 
 
 class Text(Protocol):
@@ -35,7 +37,8 @@ class Text(Protocol):
 
 @dataclass
 class Sequence:
-    """A request on its way. `cached`: tokens that have gone through the model; `new`: those that were chosen."""
+    """A request on its way. `cached`: tokens that have gone through the model; `new`: those that were chosen; `piece`: the kept piece that
+    its prompt has come to, 0 at its beginning, None once a piece is not kept; `shared`: positions taken from kept pieces."""
 
     request: Request
     text: Text
@@ -43,10 +46,16 @@ class Sequence:
     limits: Limits
     cached: int = 0
     new: list[int] = field(default_factory=list)
+    piece: int | None = 0
+    shared: int = 0
 
     @property
     def tokens(self) -> list[int]:
         return [*self.request.ids, *self.new]
+
+    @property
+    def length(self) -> int:
+        return len(self.request.ids) + len(self.new)
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Chosen:
 
 class Scheduler:
     """`cache_tokens`: positions that all caches together may hold. `text(request)` makes the text of a new sequence. `eos`, `context`: as
-    in stopping.Limits."""
+    in stopping.Limits. `share`: whether beginnings of prompts are kept; it may be set to False later."""
 
     def __init__(
         self,
@@ -72,12 +81,16 @@ class Scheduler:
         chunk: int = 256,
         max_running: int = 64,
         clock: Callable[[], float] = time.monotonic,
+        share: bool = True,
     ) -> None:
         self.cache_tokens, self.eos, self.context, self.chunk, self.max_running = cache_tokens, eos, context, chunk, max_running
         self.waiting: deque[Sequence] = deque()
-        self.running: dict[int, Sequence] = {}
+        self.running: dict[int, Sequence] = {}  # in order of arrival
+        self.prefixes, self.share, self.shared, self.paused = Prefixes(), share, 0, 0  # of all requests: positions not computed; pauses
         self._text, self._clock, self._number = text, clock, 0
         self._dropped: list[int] = []
+        self._forgotten: list[int] = []
+        self._begun, self._loaded = set[int](), set[int]()  # pieces that the step being planned computes, and those it takes
         self._outputs: list[Output] = []  # of requests that ended outside a step
 
     @property
@@ -85,9 +98,9 @@ class Scheduler:
         return not (self.waiting or self.running or self._dropped or self._outputs)
 
     @property
-    def reserved(self) -> int:
-        """Positions of the cache that are promised to running requests."""
-        return sum(sequence.request.cache_tokens for sequence in self.running.values())
+    def used(self) -> int:
+        """Positions of the blocks that running sequences hold or come to, each with room for its next token."""
+        return sum(_blocks(sequence.length + 1) for sequence in self.running.values())
 
     def add(self, request: Request) -> None:
         """Queues the request. One that can never run ends at once, with an error."""
@@ -95,7 +108,7 @@ class Scheduler:
         limits = Limits(request.max_new_tokens, eos, self.context)
         if not request.ids:
             self._outputs.append(Output(request.id, finish="error", error="the prompt has no tokens"))
-        elif request.cache_tokens > self.cache_tokens:
+        elif _blocks(request.cache_tokens) > self.cache_tokens:
             need = f"it needs {request.cache_tokens} positions of the cache, which has {self.cache_tokens}"
             self._outputs.append(Output(request.id, finish="error", error=need))
         elif request.max_new_tokens == 0 and request.prompt_logprobs is None:
@@ -117,27 +130,34 @@ class Scheduler:
     def plan(self) -> Step:
         """The next step. Everything that the other ranks must know is in it."""
         self._end_late_ones()
+        self._make_room()
         added = self._admit()
-        runs, room = [], self.chunk
+        self._begun, self._loaded = set(), set()
+        loads, runs, room = list[Load](), list[Run](), self.chunk
         for sequence in self.running.values():
-            total = len(sequence.request.ids) + len(sequence.new)
-            if total - sequence.cached == 1 and sequence.new:
-                runs.append(self._run(sequence, total))
-                continue
-            # A prompt's next chunk, cut at a multiple of the chunk's size. It runs whole or waits.
-            end = min(total, (sequence.cached // self.chunk + 1) * self.chunk)
-            if end - sequence.cached <= room:
-                room -= end - sequence.cached
-                runs.append(self._run(sequence, end))
+            if keys := self._kept(sequence):
+                loads.append(Load(sequence.request.id, tuple(keys)))
+            at, prompt = sequence.cached, len(sequence.request.ids)
+            if at >= prompt:
+                runs.append(self._run(sequence, at, at + 1))
+            while at < prompt:
+                end = min(next_cut(at, self.chunk), prompt)
+                if end - at > room or self._comes(sequence, at, end):
+                    break
+                room -= end - at
+                runs.append(self._run(sequence, at, end))
+                at = end
         dropped, self._dropped = tuple(self._dropped), []
+        forgotten, self._forgotten = tuple(self._forgotten), []
         self._number += 1
-        return Step(self._number, tuple(replace(s.request, ids=()) for s in added), dropped, tuple(runs))
+        return Step(self._number, tuple(replace(s.request, ids=()) for s in added), dropped, forgotten, tuple(loads), tuple(runs))
 
     def advance(self, step: Step, chosen: list[Chosen]) -> list[Output]:
         """What the step brought: `chosen` has one entry for each of its runs."""
         outputs, self._outputs = self._outputs, []
         for run, choice in zip(step.runs, chosen, strict=True):
-            outputs += self._advanced(self.running[run.id], run, choice)
+            if run.id in self.running:  # an earlier piece of the same step may have ended it
+                outputs += self._advanced(self.running[run.id], run, choice)
         return outputs
 
     def _advanced(self, sequence: Sequence, run: Run, choice: Chosen) -> list[Output]:
@@ -147,7 +167,7 @@ class Scheduler:
             self._leave(id)
             return [Output(id, finish="error", error=choice.error)]
         if not run.chooses:
-            done = sequence.cached >= len(sequence.request.ids)  # a prompt of which only the log-probabilities were wanted
+            done = sequence.request.max_new_tokens == 0 and sequence.cached >= len(sequence.request.ids)  # only log-probabilities wanted
             if done:
                 self._leave(id)
             return [Output(id, prompt_logprobs=choice.prompt, finish="length" if done else None)] if done or choice.prompt else []
@@ -158,29 +178,97 @@ class Scheduler:
         if ends is not None:
             self._leave(id)
         logprobs = (choice.logprob,) if choice.logprob is not None else ()
-        return [Output(id, (choice.token,), sequence.text.take(ends), NAMES[ends] if ends else None, logprobs, choice.prompt)]
+        text, finish, shared = sequence.text.take(ends), NAMES[ends] if ends else None, sequence.shared if len(sequence.new) == 1 else 0
+        return [Output(id, (choice.token,), text, finish, logprobs, choice.prompt, shared=shared)]
 
-    def _run(self, sequence: Sequence, end: int) -> Run:
-        prompt, request = len(sequence.request.ids), sequence.request
-        decodes = end == sequence.cached + 1 and sequence.new  # then its tokens need not be put together
-        tokens = (sequence.new[-1],) if decodes else tuple(sequence.tokens[sequence.cached : end])
-        return Run(
-            request.id,
-            tokens,
-            request.prompt_logprobs is not None and sequence.cached < prompt,
-            end >= prompt and request.max_new_tokens > 0,
-        )
+    def stop_sharing(self) -> None:
+        """The model's caches cannot be taken apart."""
+        self.share, self.prefixes = False, Prefixes()
+        for sequence in (*self.running.values(), *self.waiting):
+            sequence.piece = None
+
+    # ---- pieces ----
+
+    def _run(self, sequence: Sequence, at: int, end: int) -> Run:
+        request, prompt = sequence.request, len(sequence.request.ids)
+        tokens = request.ids[at:end] if at < prompt else (sequence.new[at - prompt],)
+        every = request.prompt_logprobs is not None and at < prompt and not sequence.new
+        chooses = end == sequence.length and request.max_new_tokens > 0
+        return Run(request.id, tokens, at, every, chooses, max(at - prompt + 1, 0), self._keep(sequence, at, end))
+
+    def _keep(self, sequence: Sequence, at: int, end: int) -> int:
+        """The number under which this piece is kept; 0 where it is no piece, or there is no room for it."""
+        ids, parent = sequence.request.ids, sequence.piece
+        if at >= len(ids) or parent is None:
+            return 0
+        sequence.piece = None
+        if not self.share or end != next_cut(at, self.chunk) or (parent and not self.prefixes.keeps(parent)):
+            return 0
+        if found := self.prefixes.find(parent, ids[at:end]):  # kept already: it was computed for its log-probabilities, or its last token's
+            sequence.piece = found
+            return 0
+        self._forget(end - at, parent)
+        if self.used + self.prefixes.positions + end - at > self.cache_tokens:
+            return 0
+        key = self.prefixes.add(parent, ids[at:end])
+        self._begun.add(key)
+        sequence.piece = key
+        return key
+
+    def _kept(self, sequence: Sequence) -> list[int]:
+        """Kept pieces that the sequence goes on with; at least one token of its prompt is left to be computed."""
+        found: list[int] = []
+        ids = sequence.request.ids
+        if not self.share or (sequence.request.prompt_logprobs is not None and not sequence.new):
+            return found
+        while sequence.piece is not None and (end := next_cut(sequence.cached, self.chunk)) < len(ids):
+            key = self.prefixes.find(sequence.piece, ids[sequence.cached : end])
+            if not key or key in self._begun:
+                break
+            found.append(key)
+            self._loaded.add(key)
+            sequence.shared += end - sequence.cached if not sequence.new else 0
+            self.shared += end - sequence.cached
+            sequence.cached, sequence.piece = end, key
+        return found
+
+    def _comes(self, sequence: Sequence, at: int, end: int) -> bool:
+        """Whether another sequence computes this piece in this step, so that it is better to wait for it."""
+        ids = sequence.request.ids
+        if sequence.piece is None or end >= len(ids) or (sequence.request.prompt_logprobs is not None and not sequence.new):
+            return False
+        return self.prefixes.find(sequence.piece, ids[at:end]) in self._begun
+
+    # ---- room ----
 
     def _admit(self) -> list[Sequence]:
+        """Requests that begin with this step: there is room for their prompt (of one that was paused: for all it had), and for a block more
+        of each that runs."""
         added: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
-            first = self.waiting[0].request
-            if self.reserved + first.cache_tokens > self.cache_tokens:
+            need = _blocks(self.waiting[0].length + 1) + (BLOCK * len(self.running) if self.running else 0)
+            self._forget(need)
+            if self.running and self.used + need > self.cache_tokens:
                 break
             sequence = self.waiting.popleft()
-            self.running[first.id] = sequence
+            self.running[sequence.request.id] = sequence
             added.append(sequence)
         return added
+
+    def _make_room(self) -> None:
+        """For the next token of every running sequence."""
+        while self.used > self.cache_tokens and len(self.running) > 1:
+            id, sequence = self.running.popitem()
+            self._dropped.append(id)
+            sequence.cached, sequence.piece = 0, 0
+            self.waiting.appendleft(sequence)
+            self.paused += 1
+        self._forget(0)
+
+    def _forget(self, positions: int, parent: int = 0) -> None:
+        """Kept pieces, until so many positions are free, but none that this step computes, loads, or hangs a new one on."""
+        excess = self.used + self.prefixes.positions + positions - self.cache_tokens
+        self._forgotten += self.prefixes.forget(excess, {parent, *self._begun, *self._loaded})
 
     def _end_late_ones(self) -> None:
         now = self._clock()
@@ -191,3 +279,8 @@ class Scheduler:
     def _leave(self, id: int) -> None:
         del self.running[id]
         self._dropped.append(id)
+
+
+def _blocks(positions: int) -> int:
+    """So many positions in whole blocks."""
+    return -(-positions // BLOCK) * BLOCK

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache
 
+from .blocks import plain
 from .forward import Forward
 from .request import Request
 
 
 @dataclass
 class Held:
-    """What every rank keeps of a running sequence: its cache (None while it is a row of a batch), the positions in it, its new tokens."""
+    """What every rank keeps of a running sequence: its cache (None while it is a row of a batch), the positions in it."""
 
     request: Request
     past: Any = None
     length: int = 0
-    new: int = 0
 
 
 @dataclass
@@ -36,11 +36,6 @@ class _Rows:
 
     past: DynamicCache
     mask: torch.Tensor
-
-
-def can_join(past: Any) -> bool:
-    """Whether it is a cache of plain keys and values."""
-    return type(past) is DynamicCache and all(type(layer) is DynamicLayer and layer.is_initialized for layer in past.layers)
 
 
 class Together:
@@ -54,7 +49,7 @@ class Together:
         """The scores [columns] after one more token of each sequence that can be put together with others; those that cannot are left out.
         `held` has all running sequences: rows of a batch that are not in it are forgotten."""
         joined = {id for ids in self._batches for id in ids}
-        able = [id for id in tokens if id in joined or can_join(held[id].past)]
+        able = [id for id in tokens if id in joined or plain(held[id].past)]
         sizes: dict[int, list[int]] = {}
         for id in able:
             sizes.setdefault(held[id].length.bit_length(), []).append(id)

@@ -20,11 +20,13 @@ class Choice:
     tokens: int = 0
     finish: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    shared: int = 0
 
     def add(self, output: Output) -> None:
         self.text += output.text
         self.tokens += len(output.tokens)
         self.finish = output.finish
+        self.shared += output.shared
         self.logprobs += [*output.prompt_logprobs, *output.logprobs]
 
 
@@ -80,10 +82,11 @@ class Writer:
         """The chunk that has the usage alone."""
         return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [], "usage": self.usage(choices)}
 
-    def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+    def usage(self, choices: Sequence[Choice]) -> dict[str, Any]:
         prompt = sum(len(request.ids) for request in self.sent[:: self.n])
         new = sum(choice.tokens for choice in choices)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        cached = {"cached_tokens": sum(choice.shared for choice in choices[:: self.n])}
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": cached}
 
     def echo(self, at: int) -> str:
         return self._echo[at // self.n] if self._echo else ""

@@ -45,23 +45,29 @@ class Where:
 
 @dataclass(frozen=True)
 class Ready:
-    """`context`: the longest sequence, prompt and new tokens, that model and cache allow. `pids` and `parameters` (bytes) by rank."""
+    """`context`: the longest sequence, prompt and new tokens, that model and cache allow. `pids` and `parameters` (bytes) by rank.
+    `shares`: whether beginnings of prompts are kept for later requests."""
 
     context: int
     vocab: int
     cache_tokens: int
     pids: tuple[int, ...]
     parameters: tuple[int, ...]
+    shares: bool = True
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Of the engine since it started; `running`, `waiting` and `reserved` (positions of the cache) are of now. `decode_calls`: collectives
-    of rank 0 while it decoded `decode_tokens`."""
+    """Of the engine since it started; `running`, `waiting`, `used` (positions of the cache that running sequences hold) and `kept` (those of
+    beginnings kept for later) are of now. `shared`: positions that were taken from kept ones; `paused`: sequences that gave up their place
+    for a while. `decode_calls`: collectives of rank 0 while it decoded `decode_tokens`."""
 
     running: int = 0
     waiting: int = 0
-    reserved: int = 0
+    used: int = 0
+    kept: int = 0
+    shared: int = 0
+    paused: int = 0
     steps: int = 0
     decode_tokens: int = 0
     decode_calls: int = 0

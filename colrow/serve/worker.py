@@ -16,8 +16,11 @@ import torch
 from ..comm.collectives import gather_objects
 from ..comm.group import Group
 from ..engine.batch import Batch
+from ..engine.blocks import plain
 from ..engine.engine import Engine
+from ..engine.forward import Forward
 from ..engine.request import Output, Request
+from ..engine.scheduler import BLOCK
 from .messages import Abort, Limits, Ready, Stats, Stop, Where
 
 SECONDS = 0.5  # between two Stats
@@ -26,13 +29,15 @@ SHARE = 0.4  # of the free memory, for the caches of all ranks of this host
 
 def work(group: Group, engine: Engine, limits: Limits, where: Where) -> Iterator[Ready | list[Output] | Stats]:
     """Runs until `Stop` comes, or the HTTP side is gone. A collective of all ranks."""
-    cache_tokens = _cache_tokens(engine, limits)
+    size, shares = measure_cache(engine)
+    budget = limits.cache_bytes or int(psutil.virtual_memory().available * SHARE / group.size)
+    cache_tokens = max(budget // size // BLOCK, 1) * BLOCK
     mine = (os.getpid(), sum(p.numel() * p.element_size() for p in engine.model.parameters()), cache_tokens)
     pids, parameters, tokens = zip(*gather_objects(mine, group, "serve.ready"), strict=True)
-    batch = Batch(engine, min(tokens), fast=limits.fast, chunk=limits.chunk, max_running=limits.running)
+    batch = Batch(engine, min(tokens), fast=limits.fast, chunk=limits.chunk, max_running=limits.running, share=shares)
     inbox = Inbox(where) if group.rank == 0 else None
     vocab = engine.model.config.get_text_config().vocab_size
-    yield Ready(min(engine.context or min(tokens), min(tokens)), vocab, min(tokens), pids, parameters)
+    yield Ready(min(engine.context or min(tokens), min(tokens)), vocab, min(tokens), pids, parameters, shares)
     told, stats = 0.0, Stats()
     outputs: list[Output] = []
     while True:
@@ -86,21 +91,13 @@ def _obey(batch: Batch, command: Request | Abort | Stop) -> None:
         batch.close()
 
 
-def _cache_tokens(engine: Engine, limits: Limits) -> int:
-    """Positions that this rank's caches may hold together: measured on a cache that the model itself makes, so it holds for every kind."""
-    budget = limits.cache_bytes or int(psutil.virtual_memory().available * SHARE / engine.group.size)
-    return max(budget // bytes_per_token(engine), 1)
-
-
-def bytes_per_token(engine: Engine) -> int:
-    """Bytes of this rank's cache for one position of one sequence. A collective (the model runs)."""
-    from ..engine.forward import Forward
-
+def measure_cache(engine: Engine) -> tuple[int, bool]:
+    """Bytes of this rank's cache for one position of one sequence, measured on a cache that the model itself makes, so it holds for every
+    kind; and whether pieces of it can be kept for other sequences. A collective (the model runs)."""
     phase, engine.group.counters.phase = engine.group.counters.phase, "start"
     _, past = Forward(engine.model)(torch.zeros(1, 1, dtype=torch.int64, device=engine.group.device), None, None)
     engine.group.counters.phase = phase
-    seen: set[int] = set()
-    return max(_nbytes(past, seen), 1)
+    return max(_nbytes(past, set()), 1), plain(past)
 
 
 def _nbytes(value: Any, seen: set[int], depth: int = 0) -> int:
@@ -122,4 +119,6 @@ def _stats(batch: Batch) -> Stats:
     scheduler = batch.scheduler
     assert scheduler is not None
     calls = batch.group.counters.total(phase="decode").calls
-    return Stats(len(scheduler.running), len(scheduler.waiting), scheduler.reserved, batch.number, batch.decoded, calls)
+    now = {"running": len(scheduler.running), "waiting": len(scheduler.waiting), "used": scheduler.used}
+    so_far = {"shared": scheduler.shared, "paused": scheduler.paused, "steps": batch.number, "decode_tokens": batch.decoded}
+    return Stats(**now, kept=scheduler.prefixes.positions, **so_far, decode_calls=calls)

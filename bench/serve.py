@@ -5,8 +5,8 @@ that prompts share saves.
 
 Starts one server after the other on a free port; each client sends one prompt and waits for the whole answer. Printed: the median over the
 repeats of all new tokens per second, and the ratio of the two modes. Then the seconds to the first token of a prompt whose first 200 tokens
-are new to the server, and of one that begins with the same 200 (a system prompt, say) and goes on with 20 of its own; medians too. Not here:
-peers, and the memory floor (bench/decode.py).
+are new to the server, and of one that begins with the same 200 (a system prompt, say) and goes on with 20 of its own; medians too. Not
+here: peers, and the memory floor (bench/decode.py).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     batch.add(Request(1, ids)); batch.add(...)          # rank 0
     while batch.step(outputs.extend): ...               # every rank, until rank 0 calls close()
 
-Each sequence has its own cache and goes through the model by itself, in pieces that do not depend on the others, so its arithmetic, and with
-it its greedy tokens, are bit-equal alone and in any company. Beginnings of prompts that were computed before are not computed again
+Each sequence has its own cache and goes through the model by itself, in pieces that do not depend on the others, so its arithmetic, and
+with it its greedy tokens, are bit-equal alone and in any company. Beginnings of prompts that were computed before are not computed again
 (prefixes.py, blocks.py). The price is that weights are read once for each sequence of a step; `fast` makes it once a step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).

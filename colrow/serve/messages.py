@@ -58,9 +58,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Stats:
-    """Of the engine since it started; `running`, `waiting`, `used` (positions of the cache that running sequences hold) and `kept` (those of
-    beginnings kept for later) are of now. `shared`: positions that were taken from kept ones; `paused`: sequences that gave up their place
-    for a while. `decode_calls`: collectives of rank 0 while it decoded `decode_tokens`."""
+    """Of the engine since it started; `running`, `waiting`, `used` (positions of the cache that running sequences hold) and `kept` (those
+    of beginnings kept for later) are of now. `shared`: positions that were taken from kept ones; `paused`: sequences that gave up their
+    place for a while. `decode_calls`: collectives of rank 0 while it decoded `decode_tokens`."""
 
     running: int = 0
     waiting: int = 0

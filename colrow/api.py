@@ -107,18 +107,22 @@ def load(
     return part.eval()
 
 
-def open_engine(model: str | ModelFiles, group: Group, **options: Any) -> Engine:
-    """An Engine for MODEL: `load` with the same options, then its tokenizer and generation settings on rank 0."""
+def open_engine(model: str | ModelFiles, group: Group, purpose: str = "the engine", translators: bool = True, **options: Any) -> Engine:
+    """An Engine for MODEL: `load` with the same options, then its tokenizer and generation settings on rank 0. UserError, before weights
+    are read, where the model does not generate text from text; `purpose` is said in it. `translators`: an encoder-decoder will do."""
     from .engine.account import Stages
     from .engine.engine import Engine
+    from .planning.models import require_text
 
     stages = options.setdefault("stages", Stages())
     files = on_rank_0(lambda: _find(model, options.pop("trust_remote_code", False)), group, "engine.find")
+    on_rank_0(lambda: require_text(files.config(), purpose, translators), group, "engine.kind")
     part = load(files, group, **options)
+    part.generation_config = _generation_config(files) or part.generation_config
     with stages("tokenizer"):
         made: list[Any] = []  # stays on rank 0: only its errors go to the others
         on_rank_0(lambda: made.append(files.tokenizer()), group, "engine.tokenizer")
-    return Engine(part, group, made[0] if made else None, _generation_config(files))
+    return Engine(part, group, made[0] if made else None)
 
 
 def parallelize(model: PreTrainedModel, group: Group, plan: Plan | None = None, gate: bool = True) -> PreTrainedModel:

@@ -252,7 +252,7 @@ def _on_ranks(group: Group, files: ModelFiles, options: dict[str, Any], limits: 
     from .serve.worker import work
 
     yield "opening the model"
-    yield from work(group, api.open_engine(files, group, **options), limits, where)
+    yield from work(group, api.open_engine(files, group, "Engine", translators=False, **options), limits, where)
 
 
 def _accept(listener: Listener, accepted: list[Connection]) -> None:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 SECONDS = 0.1  # between two reports of one stage
 
 
-def open_engine(group: Group, opening: Opening, stages: Stages) -> Generator[Stage, None, Engine]:
+def open_engine(group: Group, opening: Opening, stages: Stages, purpose: str, translators: bool = False) -> Generator[Stage, None, Engine]:
     """Yields the stages while the model is planned, proven and loaded; returns the engine."""
 
     def work(tell: Callable[[Stage], None]) -> Engine:
@@ -33,6 +33,8 @@ def open_engine(group: Group, opening: Opening, stages: Stages) -> Generator[Sta
         return api.open_engine(
             opening.files,
             group,
+            purpose,
+            translators,
             plan=opening.plan,
             split=opening.split,
             dtype=opening.dtype,

@@ -11,9 +11,11 @@ from ..api import plan as make_plan
 from ..api import the_dtype
 from ..engine import exchange
 from ..engine.settings import Sampling
+from ..errors import UserError
 from ..planning import cost, memory, price, verdict
 from ..planning.derive import check_made_for
 from ..planning.links import Machine
+from ..planning.models import generates, require_text
 from ..planning.plan import Plan
 from ..planning.study import Question, Study
 from ..planning.study import Sampling as Sampler
@@ -45,6 +47,16 @@ def explain(plan: Plan, name: str, tokens: int, dtype_bytes: int) -> None:
 
 def show(name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: Machine, asked: Asked, html_file: Path | None) -> None:
     size = the_dtype(dtype, config).itemsize
+    if asked.train:
+        require_text(config, "plan --train")
+    if not generates(config):
+        if html_file is not None:
+            raise UserError(
+                "the page of a plan is about decoding, which this model does not", config.model_type, "colrow plan without --html"
+            )
+        for line in (f"{plan}\n", *pass_lines(plan, asked, size)):
+            say(line)
+        return
     question = Question(asked.batch, asked.seq, asked.train, size, asked.memory)
     study = Study.of(config, plan, machine, question, sampling(config), lambda p: _kept(config, p, asked, the_dtype(dtype, config)))
     say(f"{plan}\n")
@@ -72,6 +84,18 @@ def sampling(config: PreTrainedConfig) -> Sampler:
         return [cost.Predicted(op, site, calls, size, tuple(range(ranks)), unit=8) for op, site, calls, size in found]
 
     return of
+
+
+def pass_lines(plan: Plan, asked: Asked, size: int) -> list[str]:
+    """Of a model that decodes nothing: what the ranks hold, and what one forward pass moves."""
+    each: dict[int, list[int]] = {}
+    for rank, held in enumerate(cost.parameter_bytes(plan, size)):
+        each.setdefault(held, []).append(rank)
+    lines = [f"parameters, at {size} bytes an element"]
+    lines += [f"  rank{'s' * (len(ranks) > 1)} {runs(ranks)}: {nbytes(held)}" for held, ranks in each.items()]
+    found = cost.total(cost.predict(plan, asked.batch, asked.seq, "prefill", size))
+    what = f"a forward pass over {asked.batch} x {asked.seq:,} tokens, or {asked.batch} pictures"
+    return [*lines, f"between ranks, {what}: {found.calls} collectives of {nbytes(found.logical_bytes)}"]
 
 
 def memory_lines(study: Study) -> list[str]:

@@ -19,7 +19,7 @@ from .opening import account_of, open_engine
 def run(group: Group, opening: Opening, prompt: str, wish: Wish) -> Iterator[Stage | str | Traced | Account]:
     """Stages of the start, then pieces of text, then the trace if one is wanted, then the account."""
     stages = Stages(seconds={"start": time.time() - opening.started})
-    engine = yield from open_engine(group, opening, stages)
+    engine = yield from open_engine(group, opening, stages, "run", translators=True)
     yield Stage("prompt")
     group.counters.events = [] if opening.trace else None
     for chunk in engine.stream([prompt], wish.sampling, wish.max_new_tokens, wish.stop, raw=wish.raw):
@@ -43,7 +43,7 @@ _open: list[_Conversation] = []  # of this process: one job opens it, later ones
 
 def open_chat(group: Group, opening: Opening) -> Iterator[Stage]:
     """Stages of the start; afterwards `turn` can be called."""
-    _open[:] = [_Conversation((yield from open_engine(group, opening, Stages())))]
+    _open[:] = [_Conversation((yield from open_engine(group, opening, Stages(), "chat")))]
 
 
 def turn(group: Group, messages: Sequence[Message], wish: Wish) -> Iterator[str]:

@@ -16,6 +16,6 @@ from .opening import open_engine
 def serve(group: Group, opening: Opening, limits: Limits, where: Where) -> Iterator[Any]:
     """Stages of the start, then what worker.work yields."""
     stages = Stages()
-    engine = yield from open_engine(group, opening, stages)
+    engine = yield from open_engine(group, opening, stages, "serve")
     yield str(stages.results.get("gate", "gate: not run"))
     yield from work(group, engine, limits, where)

@@ -15,12 +15,14 @@ import torch
 from .. import api
 from ..checkpoint.model_dir import ModelFiles
 from ..comm.collectives import barrier
+from ..comm.decide import on_rank_0
 from ..comm.group import Group
 from ..engine import account
 from ..engine.account import RankMemory, Stages
 from ..errors import UserError
 from ..parallel.adapter_files import peft
 from ..parallel.adapters import add_adapter
+from ..planning.models import require_text
 from ..train import curve, data
 from ..train.export import export
 from ..train.journal import Journal
@@ -57,6 +59,7 @@ def train(
 
     def load(tell: Any) -> Any:
         stages.listener = lambda name: tell(Stage(name))
+        on_rank_0(lambda: require_text(opening.files.config(), "train"), group, "train.kind")
         return api.load(
             opening.files,
             group,

@@ -45,8 +45,11 @@ class Forward:
                 arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         with local_logits(self.model):
             out = self.model(**arguments)
-        past = next((found for name in _CACHE_NAMES if (found := getattr(out, name, None)) is not None), None)
-        return (out.logits if every else out.logits[:, -1]), past
+        return (out.logits if every else out.logits[:, -1]), self._past(out)
+
+    @staticmethod
+    def _past(out: Any) -> Any:
+        return next((found for name in _CACHE_NAMES if (found := getattr(out, name, None)) is not None), None)
 
 
 def local_logits(model: Any) -> AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ from .exchange import Exchange
 from .forward import Forward, left_pad, vocabulary
 from .settings import Sampling
 from .stopping import Finish, Limits
+from .translate import Translate
 
 Watch = Callable[[int, int], Finish | None]
 """watch(row, token) on rank 0, once for every new token: a reason to end the row, or None."""
@@ -90,6 +91,9 @@ def _steps(
     if limits.max_new_tokens == 0:
         return
     forward, exchange = Forward(model), Exchange(group, vocabulary(model), sampling)
+    if model.config.is_encoder_decoder:  # the prompts are read once; what becomes longer is the decoder's own sequence
+        forward = Translate(model, prompts, group.device)
+        prompts, memory = forward.starts, None
     history = [list(prompt) for prompt in prompts]
     finished: list[Finish | None] = [None] * len(prompts)
     past, new = memory.take(prompts[0]) if memory is not None else (None, None)

@@ -59,10 +59,11 @@ def takes(model: Any) -> frozenset[str]:
 
 def vocabulary(config: PreTrainedConfig, decoder: bool = False) -> int | None:
     """Number of token ids (of the decoder's, where those are others); None for a model without tokens."""
-    found = getattr(config, "vocab_size", None)
-    if not isinstance(found, int):
-        text = config.get_text_config(decoder=True) if decoder else config.get_text_config()
-        found = getattr(text, "vocab_size", None)
+    try:
+        text = config.get_text_config(decoder=True) if decoder and config.sub_configs else config.get_text_config()
+    except ValueError:  # several texts of equal standing
+        text = config
+    found = getattr(text, "vocab_size", None)
     return found if isinstance(found, int) and found > 0 else None
 
 

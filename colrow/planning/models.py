@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ..errors import UserError
+
 GENERATORS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
 TRANSLATORS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
 ENCODERS: tuple[Any, ...] = (AutoModelForMaskedLM, AutoModelForImageClassification)
@@ -47,6 +49,38 @@ def _order(config: PreTrainedConfig) -> tuple[Any, ...]:
     if config.sub_configs:
         return SEERS
     return (*ENCODERS, *GENERATORS) if getattr(config, "is_decoder", None) is False else (*GENERATORS, *ENCODERS)
+
+
+def concrete_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    """As `model_class`, an auto class resolved; None where the class comes with the model's files."""
+    cls = model_class(config)
+    if issubclass(cls, PreTrainedModel):
+        return cls
+    found = cls._model_mapping.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def generates(config: PreTrainedConfig) -> bool:
+    """Whether the model decodes: token after token, with a cache."""
+    cls = concrete_class(config)
+    return cls is None or cls.can_generate()
+
+
+def require_text(config: PreTrainedConfig, what: str, translators: bool = False) -> None:
+    """UserError where `what` (a command) cannot be done with the model: it makes no text, not from text, or (without `translators`) reads
+    its prompt with an encoder and writes with a decoder."""
+    cls = concrete_class(config)
+    if cls is None:
+        return
+    if not cls.can_generate():
+        raise UserError(f"{what} needs a model that generates text", cls.__name__, "colrow plan MODEL and colrow verify MODEL")
+    if cls.main_input_name != "input_ids":
+        works = f"colrow plan MODEL and colrow verify MODEL; in Python, colrow.load(...).generate({cls.main_input_name}=...)"
+        raise UserError(f"{what} gives a model text, and this one takes {cls.main_input_name}", cls.__name__, works)
+    if config.is_encoder_decoder and not translators:
+        raise UserError(
+            f"{what} needs a decoder alone, this model has an encoder too", cls.__name__, "colrow run, or colrow.load(...) in Python"
+        )
 
 
 def build(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

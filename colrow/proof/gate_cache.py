@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from .. import __version__
-from ..planning.models import model_class
+from ..planning.models import concrete_class
 from ..planning.plan import Plan
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -79,10 +79,7 @@ def _source_digest() -> str:
 
 def _model_source(config: PreTrainedConfig) -> str:
     """The file that defines the model: transformers may be patched, and remote code has no version."""
-    cls = model_class(config)
-    if not issubclass(cls, PreTrainedModel):
-        found = cls._model_mapping.get(type(config), None)
-        cls = found[0] if isinstance(found, tuple) else found
+    cls = concrete_class(config)
     try:
         return Path(inspect.getfile(cls)).read_text() if cls else ""
     except (TypeError, OSError):

@@ -29,6 +29,7 @@ from ..comm.local import run_threads
 from ..parallel import build, load, room
 from ..parallel.save import quiet
 from ..planning.derive import check_made_for, derive
+from ..planning.models import require_text
 from ..planning.plan import Plan
 from . import trail, whole
 from .evidence import Evidence, examine, judge
@@ -122,6 +123,7 @@ def verify(
 
 
 def _streamed(title: str, task: Task, train: bool, backend: str) -> Report:
+    require_text(task.config, "verify --stream")
     with torch.device("meta"):
         empty = whole.build(task.config, task.dtype)
     asked = questions(empty, steps=0, train=train)

@@ -56,7 +56,12 @@ def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
     if files.kind != "gguf":
         options = {"attn_implementation": "eager", "dtype": dtype, "trust_remote_code": files.trust_remote_code, "local_files_only": True}
         with quiet():
-            return simple_experts(models.model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval())
+            model = models.model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval()
+        with torch.device("meta"):  # what its code freezes (tables of sines) comes back from files as if it were trained
+            fresh = models.build(config)
+        for name, parameter in fresh.named_parameters():
+            model.get_parameter(name).requires_grad_(parameter.requires_grad)
+        return simple_experts(model)
     with torch.device("meta"):
         model = build(config, dtype)
     model.colrow = State(_undivided(model), single())  # type: ignore[assignment]  # what the loader reads of a model

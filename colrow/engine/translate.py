@@ -1,0 +1,56 @@
+"""Encoder-decoders: the prompt goes into the encoder, once; what is generated is the decoder's own sequence.
+
+`Translate(model, prompts)` is to such a model what forward.Forward is to a causal one. `starts` are the decoder's first tokens, which the
+model's generation config names. Not here: models whose encoder takes no tokens (Whisper); an end token forced upon a text that is cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from .forward import Forward, local_logits
+
+
+class Translate(Forward):
+    """`Translate(model, prompts)(ids, None, past)` -> (last logits [rows, columns of this rank], past)."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
+        super().__init__(model)
+        ids, mask = right_pad(prompts)
+        self._source: dict[str, Any] = {"input_ids": ids.to(device)}
+        self._mask = mask.to(device)
+        self.starts = [start_tokens(model) for _ in prompts]
+
+    @torch.inference_mode()
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, past: Any, every: bool = False) -> tuple[torch.Tensor, Any]:
+        """`ids` [rows, new tokens] of the decoder; its rows need no mask, they are as long as each other."""
+        more = {} if past is None else {str(self._cache_arg): past}
+        with local_logits(self.model):
+            out = self.model(**self._source, attention_mask=self._mask, decoder_input_ids=ids, use_cache=True, **more)
+        self._source = {"encoder_outputs": (out.encoder_last_hidden_state,)}
+        return (out.logits if every else out.logits[:, -1]), self._past(out)
+
+
+def start_tokens(model: Any) -> list[int]:
+    """The token that the decoder starts with and, where the model is made to say one first, that too. UserError where none is named."""
+    sources = (getattr(model, "generation_config", None), model.config)
+
+    def named(*names: str) -> int | None:
+        found = (getattr(source, name, None) for name in names for source in sources)
+        return next((token for token in found if isinstance(token, int)), None)
+
+    start, first = named("decoder_start_token_id", "bos_token_id"), named("forced_bos_token_id")
+    if start is None:
+        raise UserError("nothing says which token the decoder starts with", type(model).__name__, "decoder_start_token_id in config.json")
+    return [start] if first is None else [start, first]
+
+
+def right_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and mask [rows, longest]. Padding is on the right, so that an encoder's positions count from the first token."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts])
+    return ids, torch.tensor([[1] * len(p) + [0] * (longest - len(p)) for p in prompts])

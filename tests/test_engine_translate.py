@@ -1,0 +1,144 @@
+"""Encoder-decoders as text: the prompt is read by the encoder, the answer is the decoder's; and what the commands refuse, in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from colrow.__main__ import main
+from colrow.checkpoint.model_dir import find
+from colrow.comm.group import Group, single
+from colrow.comm.local import run_threads
+from colrow.engine.engine import Engine
+from colrow.engine.generate import generate
+from colrow.engine.settings import Sampling
+from colrow.engine.stopping import Limits
+from colrow.engine.translate import start_tokens
+from colrow.errors import UserError
+from colrow.parallel.build import parallelize
+from colrow.planning.derive import derive
+from colrow.planning.models import build
+from colrow.proof.noise import add_noise
+from colrow.proof.verify import verify
+
+from .families import ENCODERS, TRANSLATORS
+from .test_engine_text import byte_level
+
+PROMPTS = ["Hello there", "a", "one two three"]
+NEW = 10
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def speaking(family: str, forced: int | None = None, **changes: Any) -> Any:
+    """A model whose vocabulary is that of the byte-level tokenizer, and that does not stop by itself."""
+    config = {**TRANSLATORS, **ENCODERS}[family]()
+    for key, value in {"vocab_size": 257, "eos_token_id": 256, **changes}.items():
+        setattr(config, key, value)
+    model = build(config, dtype=torch.float32).eval()
+    add_noise(model)
+    if model.can_generate():
+        model.generation_config.forced_bos_token_id = forced
+        model.generation_config.forced_eos_token_id = None  # else generate ends what is cut off with an end token
+    return model
+
+
+def saved(folder: Any, family: str, **changes: Any) -> str:
+    speaking(family, **changes).save_pretrained(folder)
+    byte_level().save_pretrained(folder)
+    return str(folder)
+
+
+def alone(model: Any, prompt: str) -> list[int]:
+    """What transformers decodes greedily for one prompt."""
+    ids = torch.tensor([byte_level()(prompt)["input_ids"]])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, num_beams=1)
+    return out[0].tolist()[len(start_tokens(model)) :]
+
+
+@pytest.mark.parametrize(("family", "ranks", "forced"), [("t5", 2, None), ("bart", 3, 7), ("umt5", 2, None), ("marian", 1, None)])
+def test_every_prompt_of_a_batch_gets_what_it_would_get_alone(family: str, ranks: int, forced: int | None) -> None:
+    """Prompts of several lengths: padded on the right, where the encoder's positions do not shift. `forced`: the token that some models are
+    made to say first."""
+    whole = speaking(family, forced)
+    expected = [alone(whole, prompt) for prompt in PROMPTS]
+    assert len({tuple(row) for row in expected}) == len(PROMPTS), "a test that tells prompts apart"
+    copies = [speaking(family, forced) for _ in range(ranks)]
+    plan = derive(whole.config, ranks)
+
+    def rank(group: Group) -> list[list[int]]:
+        model: Any = parallelize(copies[group.rank], plan, group) if ranks > 1 else copies[0]
+        out = [list[int]() for _ in PROMPTS]
+        ids = [byte_level()(prompt)["input_ids"] for prompt in PROMPTS]
+        for step in generate(model, group, ids, Sampling(0.0), Limits(NEW - (forced is not None), frozenset([256]))):
+            for row, token in zip(out, step.tokens, strict=True):
+                row.extend([] if token is None else [token])
+        return out
+
+    for found in run_threads(rank, ranks) if ranks > 1 else [rank(single())]:
+        assert found == expected
+
+
+def test_generate_of_a_split_model_is_transformers_own() -> None:
+    whole = speaking("t5")
+    ids = torch.tensor([[5, 9, 2, 7], [3, 3, 8, 1]])
+    expected = whole.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False)
+    copies = [speaking("t5") for _ in range(3)]
+    plan = derive(whole.config, 3)
+    found = run_threads(lambda g: parallelize(copies[g.rank], plan, g).generate(ids, max_new_tokens=6, num_beams=2, do_sample=False), 3)  # type: ignore[operator]
+    assert all(torch.equal(one, expected) for one in found)
+
+
+def test_run_and_verify(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved(tmp_path / "t5", "t5")
+    assert main(["run", folder, "-p", "Hello there", "-n", str(NEW)]) == 0
+    said = capsys.readouterr().out
+    expected = Engine(speaking("t5"), single(), byte_level()).complete(["Hello there"], max_new_tokens=NEW)
+    assert said.strip("\n") == expected[0].strip("\n")
+    for family in ("bart", "whisper", "clip"):
+        report = verify(find(saved(tmp_path / family, family) if family != "clip" else _clip(tmp_path)), 2, backend="threads")
+        assert report.equal, report.text()
+
+
+def _clip(folder: Any) -> str:
+    speaking("clip").save_pretrained(folder / "clip")
+    return str(folder / "clip")
+
+
+@pytest.mark.parametrize(
+    ("family", "command", "said"),
+    [
+        ("bert", ["run", "-p", "x"], "run needs a model that generates text, got BertForMaskedLM"),
+        ("whisper", ["run", "-p", "x"], "this one takes input_features"),
+        ("t5", ["chat"], "chat needs a decoder alone"),
+        ("t5", ["verify", "--stream"], "verify --stream needs a decoder alone"),
+        ("vit", ["plan", "--html", "p.html"], "which this model does not"),
+        ("bart", ["plan", "--train"], "plan --train needs a decoder alone"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    family: str, command: list[str], said: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / family, family)
+    assert main([command[0], folder, *command[1:]]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("colrow: ")]
+    assert said in line
+
+
+def test_a_plan_of_an_encoder_says_what_a_pass_moves(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", saved(tmp_path / "vit", "vit"), "--tp", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "collectives of" in said
+    assert "tokens/s" not in said
+
+
+def test_a_decoder_that_has_no_first_token_is_refused() -> None:
+    model = speaking("t5", decoder_start_token_id=None, bos_token_id=None)
+    model.generation_config.decoder_start_token_id = None
+    with pytest.raises(UserError, match="decoder starts with"):
+        Engine(model, single(), byte_level()).complete(["a"], max_new_tokens=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from colrow.comm import launch
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.parallel.head import sharded_logits
-from colrow.planning import cost, degrees, wire
+from colrow.planning import cost, degrees, sequence, wire
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 from colrow.planning.shapes import config
@@ -109,14 +110,16 @@ def test_threads_count_what_is_predicted(family: str, ranks: int, phase: cost.Ph
 def test_sequence_parallelism_moves_the_same_on_a_ring() -> None:
     """f and g become pairs of half the volume; only what is gathered again comes on top."""
     plan = plan70(4)
+    keep = sequence.cut(plan, again=False)
+    assert keep is not None
     for phase in ("train_forward", "train_backward"):
         plain = cost.total(cost.predict(plan, 1, 4096, phase), section="blocks")
-        kept = cost.sequence_parallel(plan, 1, 4096, phase, gather_again=False)
-        activations = [p for p in kept if p.section == "blocks" and not p.name.endswith("weight.grad")]
+        kept = sequence.predict(plan, keep, 1, 4096, phase)
+        activations = [p for p in kept if p.section == "blocks" and not p.name.endswith(("weight.grad", "input.sequence.grad"))]
         assert cost.total(activations).sent == plain.sent
         assert {p.op for p in activations} == {"all_gather", "reduce_scatter"}
         assert len(activations) == 2 * plain.calls
-    again = [p for p in cost.sequence_parallel(plan, 1, 4096, "train_backward") if p.name.endswith(".again")]
+    again = [p for p in sequence.predict(plan, replace(keep, again=True), 1, 4096, "train_backward") if p.name.endswith(".again")]
     assert len(again) == 2 * 80 + 1
 
 

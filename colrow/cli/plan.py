@@ -12,7 +12,7 @@ from ..api import the_dtype
 from ..engine import exchange
 from ..engine.settings import Sampling
 from ..errors import UserError
-from ..planning import cost, memory, price, verdict
+from ..planning import cost, memory, price, sequence, verdict
 from ..planning.derive import check_made_for
 from ..planning.links import Machine
 from ..planning.models import generates, require_text
@@ -135,10 +135,13 @@ def traffic_lines(study: Study) -> list[str]:
     phases.append((f"a prompt of {q.batch} x {q.context:,}", cost.predict(*at, "prefill", q.dtype_bytes, whole_logits=False)))
     if q.train:
         forward, backward = (cost.predict(*at, phase, q.dtype_bytes) for phase in cost.STEP)
-        parallel = [p for phase in cost.STEP for p in cost.sequence_parallel(*at, phase, q.dtype_bytes)]
         phases += [("training, forward", forward), ("training, backward", backward)]
         phases.append(("full recomputation adds", cost.recomputed(*at, q.dtype_bytes)))
-        phases.append(("the step with sequence parallelism", parallel))
+        cut = sequence.cut(plan)
+        if cut is not None:
+            with_it = (sequence.assumed(plan, cut), cut, q.batch, q.context)
+            parallel = [p for phase in cost.STEP for p in sequence.predict(*with_it, phase, q.dtype_bytes)]
+            phases.append(("the step with sequence parallelism", parallel))
         phases.append(("the step with FSDP instead", cost.fully_sharded(plan, q.dtype_bytes)))
     lines = ["between ranks: collectives, bytes of their tensors, bytes that each rank sends with a ring (by formula)"]
     for name, found in phases:

@@ -52,7 +52,7 @@ def forget_copies(model: nn.Module, state: State) -> None:
 def _change(state: State, region: Region) -> Change:
     group, name = _group(state.group, region), region.name
     sequence = state.sequence
-    if sequence is not None and region in sequence.regions:
+    if sequence is not None and region in sequence.cut.regions:
         change = sequence.gather if region.op == "copy" else sequence.scatter
         return lambda x: change(x, name)
     if region.op == "copy" and region.place == "input":

@@ -26,7 +26,7 @@ from ..planning.graph import is_table
 from ..planning.plan import Edit, Plan, Region
 from . import attention, borders, embedding, experts, generate, gradients, guards, head, linear, load, once, random, save, sequence_probe
 from .check import check, reduces
-from .sequence import Mode, Sequence, with_partial_gradients
+from .sequence import Mode, Sequence
 from .sequence import install as install_sequence
 from .sequence import make as make_sequence
 from .state import State
@@ -56,8 +56,8 @@ def split(model: nn.Module, plan: Plan, group: Group, sequence: Mode = "off") ->
     check(model, plan, group)
     cut = make_sequence(model, plan, group, sequence)
     if cut is not None:
-        names = sequence_probe.partial_parameters(model, plan, lambda whole, mode: on_meta(whole, plan, sequence_probe.lone(group), mode))
-        plan = with_partial_gradients(plan, names)
+        plan = sequence_probe.suited(model, plan, lambda whole, plan, mode: on_meta(whole, plan, sequence_probe.lone(group), mode))
+        cut = make_sequence(model, plan, group, sequence)
     return _apply(model, plan, group, cut)
 
 
@@ -125,7 +125,7 @@ def _change_layers(model: nn.Module, plan: Plan, group: Group, cut_sequence: Seq
             linear.make_column(layer, group, path)
             continue
         elif type(layer) in linear.OUTPUT_DIM:
-            scattered = cut_sequence if cut_sequence is not None and region in cut_sequence.regions else None
+            scattered = cut_sequence if cut_sequence is not None and region in cut_sequence.cut.regions else None
             linear.make_row(layer, group, region.name if region else None, scattered)
         else:
             continue

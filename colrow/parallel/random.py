@@ -85,18 +85,18 @@ def contexts(model: nn.Module) -> Callable[[], tuple[Any, Any]]:
     def make() -> tuple[Any, Any]:
         masks = state_of(model).masks
         assert masks is not None
-        sizes = list(masks.sequence.sizes) if masks.sequence is not None else []
-        return contextlib.nullcontext(), _repeating(masks, masks.number, dict(masks.calls), sizes)
+        shape = (masks.sequence.batch, list(masks.sequence.sizes)) if masks.sequence is not None else (0, [])
+        return contextlib.nullcontext(), _repeating(masks, masks.number, dict(masks.calls), shape)
 
     return make
 
 
 @contextlib.contextmanager
-def _repeating(masks: Masks, number: int, calls: dict[str, int], sizes: list[int]) -> Iterator[None]:
+def _repeating(masks: Masks, number: int, calls: dict[str, int], shape: tuple[int, list[int]]) -> Iterator[None]:
     before = masks.number, masks.calls, masks.depth
     masks.number, masks.calls, masks.depth = number, dict(calls), 1
     if masks.sequence is not None:
-        masks.sequence.sizes = sizes
+        masks.sequence.batch, masks.sequence.sizes = shape
     try:
         yield
     finally:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,9 @@ from ..comm import collectives, regions
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import balance
-from ..planning.plan import Plan, Region
+from ..planning import sequence as planning
+from ..planning.plan import Plan
+from ..planning.sequence import Cut
 from .borders import on_input, on_output
 
 Mode = Literal["off", "again", "keep"]
@@ -41,21 +43,19 @@ REMEMBERED = 4  # gathered tensors that are looked for among those saved for the
 
 @dataclass(eq=False)
 class Sequence:
-    """How a model's stream is cut. `sizes`: of the slices in the pass that runs now."""
+    """How a model's stream is cut."""
 
     group: Group
-    regions: frozenset[Region]
-    first: str  # the module at whose input the stream is cut
-    last: str  # the module at whose output it is made whole; "" where a copy of the plan does it
-    again: bool
+    cut: Cut
     routed: bool = False  # experts get no gradient, not even 0, on a rank without tokens: its sums would be out of step
     always: bool = False  # also where no gradient is wanted: for the run on meta tensors
-    sizes: list[int] = field(default_factory=list)
+    batch: int = 0  # sequences, and
+    sizes: list[int] = field(default_factory=list)  # of the slices, in the pass that runs now
     _known: list[_Gathered] = field(default_factory=list)
 
     @property
     def mode(self) -> Mode:
-        return "again" if self.again else "keep"
+        return "again" if self.cut.again else "keep"
 
     @property
     def active(self) -> bool:
@@ -65,21 +65,23 @@ class Sequence:
         """Whole -> the rank's slice. Backward: all-gather."""
         if not self.active:
             return x
+        self.batch = x.shape[0]
         self.sizes = [stop - start for start, stop in balance(x.shape[DIM], self.group.size)]
         if self.routed and min(self.sizes) == 0:
             what = f"a sequence of {sum(self.sizes)} positions leaves one of {self.group.size} ranks without any, and experts need some"
             raise UserError(what, works=f"at least {self.group.size} positions")
-        return regions.scatter_to(x, self.group, f"{self.first}.input.sequence", DIM, self.sizes)
+        return regions.scatter_to(x, self.group, f"{self.cut.first}.input.sequence", DIM, self.sizes)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Slice -> whole, for work that every rank does alike. Backward: the own slice."""
-        return regions.gather_from(x, self.group, f"{self.last}.output.sequence", DIM, self.sizes) if self.active else x
+        return regions.gather_from(x, self.group, f"{self.cut.last}.output.sequence", DIM, self.sizes) if self.active else x
 
     def scatter(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Partial sums -> the slice of their sum. Backward: all-gather."""
         if not self.active:
             return regions.reduce_from(x, self.group, name)
-        return regions.reduce_scatter_sequence(x, self.group, name, DIM, self.sizes)
+        mine = regions.reduce_scatter_sequence(self._apart(x), self.group, name, DIM, self.sizes)
+        return mine if x.dim() > 2 else mine.flatten(0, 1)
 
     def gather(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Slice -> whole, for split work. Backward: reduce-scatter. One for all consumers that are given the same tensor."""
@@ -89,15 +91,20 @@ class Sequence:
             whole = known.whole()
             if known.slice() is x and whole is not None and known.version == x._version:
                 return whole
-        whole = regions.gather_sequence(x, self.group, name, DIM, self.sizes)
-        made = _Gathered(weakref.ref(x), x.detach(), weakref.ref(whole), x._version, whole._version, name, list(self.sizes))
+        whole = regions.gather_sequence(self._apart(x), self.group, name, DIM, self.sizes)
+        whole = whole if x.dim() > 2 else whole.flatten(0, 1)
+        made = _Gathered(weakref.ref(x), self._apart(x.detach()), weakref.ref(whole), x._version, whole._version, name, list(self.sizes))
         self._known = [*self._known[1 - REMEMBERED :], made]
         return whole
+
+    def _apart(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, hidden], also where the model's code has put the rows of all sequences together (OPT)."""
+        return x if x.dim() > 2 else x.unflatten(0, (self.batch, x.shape[0] // self.batch))
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Within, gathered tensors are saved for the backward pass as their slices."""
-        if not self.again:
+        if not self.cut.again:
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
@@ -176,39 +183,18 @@ def make(model: nn.Module, plan: Plan, group: Group, mode: Mode) -> Sequence | N
     works = "training without sequence parallelism"
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UserError("sequence parallelism is for decoders and encoders alone", name, works)
-    blocks = _blocks(plan)
-    stream = {r for r in plan.regions if r.op in ("copy", "reduce") and r.shape[:2] == ("B", "S") and len(r.shape) == 3 and not r.ranks}
-    inside = {r for r in stream if _block(r.module) in blocks}
-    after = [r for r in stream if r.op == "copy" and _block(r.module) is None]
-    if not inside or not plan.attention or len({r.shape for r in inside}) > 1:
+    cut = planning.cut(plan, mode == "again")
+    if cut is None:
         raise UserError("sequence parallelism needs blocks whose attention and MLP are split", name, works)
-    last = "" if after else blocks[-1]
-    routed = getattr(model, "_can_set_experts_implementation", lambda: False)()
-    return Sequence(group, frozenset(inside | set(after)), blocks[0], last, mode == "again", routed)
-
-
-def _block(module: str) -> str | None:
-    """The repeated block that a module lies in: its name up to the first number."""
-    steps = module.split(".")
-    at = next((i for i, step in enumerate(steps) if step.isdigit()), None)
-    return None if at is None else ".".join(steps[: at + 1])
-
-
-def _blocks(plan: Plan) -> list[str]:
-    found: dict[str, None] = {}
-    for tensor in plan.tensors.values():
-        block = _block(tensor.name)
-        if block is not None:
-            found.setdefault(block)
-    return list(found)
+    return Sequence(group, cut, getattr(model, "_can_set_experts_implementation", lambda: False)())
 
 
 def install(model: nn.Module, sequence: Sequence) -> None:
     """The borders of the stream, and of each pass."""
-    first = model.get_submodule(sequence.first)
+    first = model.get_submodule(sequence.cut.first)
     first.register_forward_pre_hook(on_input(first, "", sequence.enter), with_kwargs=True)
-    if sequence.last:
-        model.get_submodule(sequence.last).register_forward_hook(on_output("", sequence.leave))
+    if sequence.cut.last:
+        model.get_submodule(sequence.cut.last).register_forward_hook(on_output("", sequence.leave))
     running: list[Any] = []
 
     def before(*_: Any) -> None:
@@ -224,8 +210,3 @@ def install(model: nn.Module, sequence: Sequence) -> None:
 
     model.register_forward_pre_hook(before)
     model.register_forward_hook(after, always_call=True)
-
-
-def with_partial_gradients(plan: Plan, names: set[str]) -> Plan:
-    """The plan in which those whole parameters have parts of their gradient on each rank."""
-    return replace(plan, tensors={n: replace(t, grad="partial") if n in names else t for n, t in plan.tensors.items()})

@@ -2,12 +2,14 @@
 
 Shapes tell: a module with a shorter input or output works on slices, and its whole parameters then have parts of their gradient on each
 rank. The same run refuses what does not fit: code that compares positions of a slice with those of the whole does not run, and attention
-that the plan left whole would look along a slice. Not here: the cut itself (sequence.py).
+that the plan left whole would look along a slice. And it shows where the code puts the rows of all sequences together, as experts do: a sum
+there has no sequence to be scattered along, so it is taken behind. Not here: the cut itself (sequence.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,18 +18,21 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..planning.plan import Plan
 from ..planning.record import THROUGH_INTERFACE, record
-from ..planning.trace import Trace, empty_model
+from ..planning.sequence import with_partial_gradients
+from ..planning.trace import Op, Trace, empty_model
 from .sequence import Mode
 from .sites import Silent, at_present
 
 WORKS = "training without sequence parallelism"
+RESHAPES = ("view", "_unsafe_view", "reshape")
 
 
-def partial_parameters(model: Any, plan: Plan, split: Callable[[nn.Module, Mode], nn.Module]) -> set[str]:
-    """Names of the plan's whole parameters that are used on slices. `split(model, mode)` splits one on meta for rank 0."""
+def suited(model: Any, plan: Plan, split: Callable[[nn.Module, Plan, Mode], nn.Module]) -> Plan:
+    """The plan as sequence parallelism needs it. `split(model, plan, mode)` splits a model on meta for rank 0."""
     _check_attention(model, plan)
-    plain = _shapes(split(at_present(model), "off"), model)
-    sliced = _shapes(split(at_present(model), "keep"), model)
+    before = _run(split(at_present(model), plan, "off"), model)
+    plan = _behind_reshapes(plan, before)
+    plain, sliced = _shapes(before), _shapes(_run(split(at_present(model), plan, "keep"), model))
     if plain.keys() != sliced.keys() or plain[""] != sliced[""]:
         raise UserError("sequence parallelism changes what the model computes", type(model).__name__, WORKS)
     found = set()
@@ -37,19 +42,42 @@ def partial_parameters(model: Any, plan: Plan, split: Callable[[nn.Module, Mode]
             path = path.rpartition(".")[0]
         if entry.partition.is_whole and plain.get(path) != sliced.get(path):
             found.add(entry.name)
-    return found
+    return with_partial_gradients(plan, found)
 
 
-def _shapes(part: Any, model: Any) -> dict[str, list[tuple[int, ...]]]:
-    """Of each module's inputs and outputs, call by call. Outputs are seen after a gather behind them, inputs after one before them."""
+def _run(part: Any, model: Any) -> Trace:
     try:
-        found: Trace = record(part, bypasses=True)
+        return record(part, bypasses=True)
     except Exception as error:
         raise UserError(f"sequence parallelism does not fit {type(model).__name__}", str(error).split("\n")[0], WORKS) from error
+
+
+def _shapes(found: Trace) -> dict[str, list[tuple[int, ...]]]:
+    """Of each module's inputs and outputs, call by call. Outputs are seen after a gather behind them, inputs after one before them."""
     out: dict[str, list[tuple[int, ...]]] = {}
     for call in found.calls:
         out.setdefault(call.module, []).extend(found.values[value].shape for value in (*call.inputs.values(), *call.outputs.values()))
     return out
+
+
+def _behind_reshapes(plan: Plan, found: Trace) -> Plan:
+    """Sums of rows of all sequences together that only are put in order afterwards (experts) are taken behind that: there the sequence has a
+    dim of its own again. The place of a sum among reshapes does not matter."""
+    borders = {value: (call.module, key) for call in found.calls for key, value in call.outputs.items()}
+    made = {(call.module, key): value for call in found.calls for key, value in call.outputs.items()}
+    readers: dict[int, list[Op]] = {}
+    for op in found.ops:
+        for value in op.inputs() if op.name != "detach" else ():  # that is the collective itself
+            readers.setdefault(value, []).append(op)
+    regions = []
+    for region in plan.regions:
+        value = made.get((region.module, region.arg)) if region.op == "reduce" and region.place == "output" else None
+        while value is not None and len(found.values[value].shape) == 2:
+            ops = readers.get(value, [])
+            value = ops[0].outputs[0] if len(ops) == 1 and ops[0].name in RESHAPES else None
+        module, arg = (region.module, region.arg) if value is None else borders.get(value, (region.module, region.arg))
+        regions.append(replace(region, module=module, arg=arg))
+    return replace(plan, regions=tuple(regions))
 
 
 def _check_attention(model: Any, plan: Plan) -> None:

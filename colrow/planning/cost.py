@@ -1,7 +1,7 @@
 """What a plan costs: collectives and their bytes, parameters and cache per rank.
 
 The counts come from the plan alone and must agree, call site by call site and byte by byte, with what `comm.counters` counted (proof/).
-Two things are by formula, because the plan does not describe them: sequence parallelism and FSDP. Not here: seconds (timing.py), memory of
+FSDP is by formula, because the plan does not describe it. Not here: sequence parallelism (sequence.py), seconds (timing.py), memory of
 activations and optimizers (memory.py).
 """
 
@@ -98,7 +98,7 @@ def predict(
             continue
         ops = _backward(region) if phase == "train_backward" else _forward(region, whole_logits)
         for op, name in ops:
-            size, unit = _bytes(region, {"B": batch, "S": seq, "E": source}, dtype_bytes)
+            size, unit = size_of(region, {"B": batch, "S": seq, "E": source}, dtype_bytes)
             parts = _parts(region, size)
             every, n = region.ranks or (tuple(range(plan.ranks)),), region.calls
             found += [Predicted(op, name, n, n * size, ranks, parts, unit) for ranks in every]
@@ -126,8 +126,8 @@ def _backward(region: Region) -> Iterator[tuple[str, str]]:
         yield "all_reduce", f"{region.name}.grad"
 
 
-def _bytes(region: Region, sizes: dict[str, int], dtype_bytes: int) -> tuple[int, int]:
-    """Of the whole tensor, and of one element."""
+def size_of(region: Region, sizes: dict[str, int], dtype_bytes: int) -> tuple[int, int]:
+    """Bytes of the region's whole tensor, and of one element. `sizes`: of the dims that have names ("B", "S", "E")."""
     shape = [sizes[n] if isinstance(n, str) else n for n in region.shape]
     if region.op == "mean_square":
         shape[-1] = 1  # one statistic a row
@@ -167,32 +167,6 @@ def _copied(partition: Partition) -> dict[tuple[int, ...], int]:
     for segment in partition.shared():
         found[segment.ranks] = found.get(segment.ranks, 0) + segment.stop - segment.start
     return found
-
-
-def sequence_parallel(plan: Plan, batch: int, seq: int, phase: Phase, dtype_bytes: int = 2, gather_again: bool = True) -> list[Predicted]:
-    """A training pass as Megatron's sequence parallelism would make it (Korthikanti et al. 2022, section 4.2.2), by formula.
-
-    Between blocks each rank holds a stretch of the sequence, so f becomes an all-gather (backward a reduce-scatter) and g a reduce-scatter
-    (backward an all-gather). `gather_again`: the inputs of column-parallel matrices are not kept but gathered once more in the backward
-    pass. Norms' gradients become partial: one all-reduce of each. The other collectives stay as they are.
-    """
-    copies = {f"{r.name}.grad" for r in plan.regions if r.op == "copy"}
-    backward = [p for p in predict(plan, batch, seq, "train_backward", dtype_bytes) if p.name in copies and p.op == "all_reduce"]
-    every = predict(plan, batch, seq, phase, dtype_bytes)
-    reduces = {r.name for r in plan.regions if r.op == "reduce"}
-    if phase == "train_forward":
-        found = [replace(p, op="reduce_scatter") if p.name in reduces else p for p in every]
-        return [*found, *(replace(p, op="all_gather", name=p.name.removesuffix(".grad")) for p in backward)]
-    if phase != "train_backward":
-        return every
-    found = [replace(p, op="reduce_scatter") if p.name in copies and p.op == "all_reduce" else p for p in every]
-    forward = [p for p in predict(plan, batch, seq, "train_forward", dtype_bytes) if p.name in reduces]
-    found += [replace(p, op="all_gather", name=f"{p.name}.grad") for p in forward]
-    if gather_again:
-        found += [replace(p, op="all_gather", name=p.name.removesuffix(".grad") + ".again") for p in backward]
-    ranks = tuple(range(plan.ranks))
-    between = (t for t in plan.tensors.values() if t.partition.is_whole and t.grad == "whole")
-    return found + [Predicted("all_reduce", f"{t.name}.grad", 1, prod(t.shape) * dtype_bytes, ranks, unit=dtype_bytes) for t in between]
 
 
 def recomputed(plan: Plan, batch: int, seq: int, dtype_bytes: int = 2) -> list[Predicted]:

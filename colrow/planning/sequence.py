@@ -1,0 +1,99 @@
+"""Sequence parallelism as the plan says it: where the residual stream is cut along the sequence, and the collectives that this makes.
+
+Inside the blocks each `reduce` of the stream becomes a reduce-scatter and each `copy` an all-gather, and the other way round backward; a norm
+or a bias that meets slices has a part of its gradient on each rank (Korthikanti et al., arXiv:2205.05198, section 4.2.2). Predictions agree
+with what is counted to the byte, uneven slices included. Not here: doing it (parallel/sequence.py), and finding out which parameters meet
+slices, which needs the split model (parallel/sequence_probe.py); `assumed` is a plan that guesses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..partition import balance
+from . import cost
+from .cost import Phase, Predicted
+from .plan import Plan, Region
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`regions`: those of the stream. It is cut at the input of `first`, and made whole at the output of `last` ("": a copy does that).
+
+    `again`: what was gathered forward is not kept but gathered once more backward.
+    """
+
+    regions: frozenset[Region]
+    first: str
+    last: str
+    again: bool
+
+
+def cut(plan: Plan, again: bool = True) -> Cut | None:
+    """None where attention or MLP of the plan's blocks are not split, or their streams are not of one shape."""
+    blocks = _blocks(plan)
+    stream = {r for r in plan.regions if r.op in ("copy", "reduce") and r.shape[:2] == ("B", "S") and len(r.shape) == 3 and not r.ranks}
+    inside = {r for r in stream if _block(r.module) in blocks}
+    after = {r for r in stream if r.op == "copy" and _block(r.module) is None}
+    if not inside or not plan.attention or len({r.shape for r in inside}) > 1:
+        return None
+    return Cut(frozenset(inside | after), blocks[0], "" if after else blocks[-1], again)
+
+
+def with_partial_gradients(plan: Plan, names: set[str]) -> Plan:
+    """The plan in which those whole parameters have parts of their gradient on each rank."""
+    return replace(plan, tensors={n: replace(t, grad="partial") if n in names else t for n, t in plan.tensors.items()})
+
+
+def assumed(plan: Plan, at: Cut) -> Plan:
+    """The plan whose whole parameters in blocks, and in the module whose output ends the cut, have partial gradients."""
+    end = {r.module for r in at.regions if _block(r.module) is None}
+    names = {t.name for t in plan.tensors.values() if t.partition.is_whole and (_block(t.name) or t.name.rpartition(".")[0] in end)}
+    return with_partial_gradients(plan, names)
+
+
+def predict(plan: Plan, at: Cut, batch: int, seq: int, phase: Phase, dtype_bytes: int = 2) -> list[Predicted]:
+    """As cost.predict, with the stream cut in training. `plan`: with the partial gradients of its norms and biases."""
+    found = cost.predict(plan, batch, seq, phase, dtype_bytes)
+    if phase not in cost.STEP or plan.ranks == 1:
+        return found
+    replaced = {f"{r.name}{end}" for r in at.regions for end in ("", ".grad")}
+    found = [p for p in found if p.name not in replaced]
+    stream = next(r for r in plan.regions if r in at.regions)
+    for op, name, region in _forward(plan, at, stream) if phase == "train_forward" else _backward(plan, at, stream):
+        size, unit = cost.size_of(region, {"B": batch, "S": seq}, dtype_bytes)
+        parts = tuple((stop - start) * (size // seq) for start, stop in balance(seq, plan.ranks))
+        found.append(Predicted(op, name, 1, size, tuple(range(plan.ranks)), parts, unit))
+    return found
+
+
+def _forward(plan: Plan, at: Cut, stream: Region) -> Iterator[tuple[str, str, Region]]:
+    for region in _own(plan, at):
+        yield "reduce_scatter" if region.op == "reduce" else "all_gather", region.name, region
+    if at.last:
+        yield "all_gather", f"{at.last}.output.sequence", stream
+
+
+def _backward(plan: Plan, at: Cut, stream: Region) -> Iterator[tuple[str, str, Region]]:
+    for region in _own(plan, at):
+        yield "all_gather" if region.op == "reduce" else "reduce_scatter", f"{region.name}.grad", region
+        if at.again and region.op == "copy":
+            yield "all_gather", f"{region.name}.again", region
+    yield "all_gather", f"{at.first}.input.sequence.grad", stream
+
+
+def _own(plan: Plan, at: Cut) -> Iterator[Region]:
+    """The cut's regions in the plan's order; of those that share one copy the first."""
+    return (r for r in plan.regions if r in at.regions and not r.shares)
+
+
+def _block(module: str) -> str | None:
+    """The repeated block that a module lies in: its name up to the first number."""
+    steps = module.split(".")
+    at = next((i for i, step in enumerate(steps) if step.isdigit()), None)
+    return None if at is None else ".".join(steps[: at + 1])
+
+
+def _blocks(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(block for t in plan.tensors.values() if (block := _block(t.name)) is not None))

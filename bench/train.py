@@ -4,12 +4,12 @@
     python bench/train.py --small --rounds 1                # a check that everything runs
     python bench/train.py --results F.jsonl --next          # only the next turn, under a minute; --report F.jsonl prints what is there
 
-Every system trains the same transformers model (hidden 768, 12 layers, 12 heads, vocabulary 32000, 4 x 512 tokens) with torch's AdamW on the
-same tokens, in processes of its own: the whole model in one process with all threads, the others on `--ranks` processes with their share.
-The loss is transformers' own code, which colrow runs on slices of the logits; "dtensor loss" is torch's `loss_parallel`, which does the same
-for DTensor. Systems take turns, round after round, so that a noisy machine hits all alike; the median step is reported, and the peak of
-resident memory less what the process held after its imports. Ratios within 15 % are ties on a shared machine. With `--results` each turn is
-written down when it is over, and a run that was stopped goes on. The first losses must agree, or the run fails.
+Every system trains the same transformers model (hidden 768, 12 layers, 12 heads, vocabulary 32000, 4 x 512 tokens) with torch's AdamW on
+the same tokens, in processes of its own: the whole model in one process with all threads, the others on `--ranks` processes with their
+share. The loss is transformers' own code, which colrow runs on slices of the logits; "dtensor loss" is torch's `loss_parallel`, which does
+the same for DTensor. Systems take turns, round after round, so that a noisy machine hits all alike; the median step is reported, and the
+peak of resident memory less what the process held after its imports. Ratios within 15 % are ties on a shared machine. With `--results` each
+turn is written down when it is over, and a run that was stopped goes on. The first losses must agree, or the run fails.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _loss_parallel() -> contextlib.AbstractContextManager[Any]:
 
 
 def _dtensor(model: Any, group: Group, system: str) -> None:
-    """torch's tensor parallelism as its documentation shows it for Llama, with sequence parallelism or its parallel loss where asked for."""
+    """torch's tensor parallelism as its documentation shows it for Llama, with sequence parallelism or the parallel loss if asked for."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module

@@ -95,7 +95,7 @@ def load(
         room.check(chosen, wanted, group)
     if gate:
         with stages("gate"):
-            stages.results["gate"] = on_rank_0(lambda: str(prove(config, chosen)), group, "load.gate")
+            stages.results["gate"] = on_rank_0(lambda: str(prove(config, chosen, sequence=sequence)), group, "load.gate")
     stages.results["plan"] = chosen
     with stages("load"):
         part = cast("PreTrainedModel", build.split(build.empty(config, wanted), chosen, group, sequence))
@@ -140,7 +140,7 @@ def parallelize(model: PreTrainedModel, group: Group, plan: Plan | None = None, 
 def verify(model: str | ModelFiles, tp: int, split: Sequence[float] | None = None, dtype: str = "float32", **options: Any) -> Report:
     """The proof that the split model equals the whole one, with real processes: `print(report.text())`, `report.equal`.
 
-    `options` as in proof.verify: backend, small, train, stream, plan, progress.
+    `options` as in proof.verify: backend, small, train, stream, plan, progress, sequence.
     """
     from .proof.verify import verify as prove
 

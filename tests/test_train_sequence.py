@@ -27,16 +27,22 @@ from transformers import (
     T5Config,
 )
 
+from colrow.checkpoint import model_dir
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.errors import UserError
-from colrow.parallel import build, random
+from colrow.parallel import build, random, sequence_probe
 from colrow.parallel.collect import whole_gradients, whole_parameters
+from colrow.parallel.head import sharded_logits
 from colrow.parallel.sequence import Sequence
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 from colrow.planning.sequence import Cut
+from colrow.proof import gate
+from colrow.proof.counts import counted, predicted
+from colrow.proof.exercise import Questions
 from colrow.proof.precision import Float64
+from colrow.proof.verify import verify
 from colrow.train.gradients import clip_grad_norm
 
 from . import tiny
@@ -185,7 +191,7 @@ def test_o30_five_steps_and_replicas() -> None:
 
 
 def test_o30_norm_gradients_that_are_not_summed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "with_partial_gradients", lambda plan, names: plan)
+    monkeypatch.setattr(sequence_probe, "with_partial_gradients", lambda plan, names: plan)
     _, gradients = reference("llama-bias", 13)
     ids = tiny.ids(setting("llama-bias")[0], length=13)
     found = on_ranks("llama-bias", 2, "again", lambda g, m: grads(g, m, ids))[0][1]
@@ -288,3 +294,45 @@ def test_an_unknown_mode_is_refused() -> None:
 def test_the_zoo_is_of_causal_models() -> None:
     assert len(FAMILIES) >= 12
     assert all(type(make()) in AutoModelForCausalLM._model_mapping for make in FAMILIES.values())
+
+
+@pytest.mark.parametrize(("ranks", "mode"), [(3, "again"), (2, "keep")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_collectives_and_bytes_are_those_predicted(family: str, ranks: int, mode: str) -> None:
+    """Every call site of a training step, 13 tokens over 2 and 3 ranks: calls, bytes of the tensor, bytes that each rank moved."""
+    ids = tiny.ids(setting(family)[0], length=13)
+
+    def task(group: Group, model: Any) -> tuple[Any, Any]:
+        asked = Questions({"input_ids": ids}, ids, {"input_ids": ids[:1]}, 0)
+        group.counters.reset()
+        group.counters.phase = "train_forward"
+        with Float64(), sharded_logits(model):
+            loss = model(ids, labels=ids).loss
+            group.counters.phase = "train_backward"
+            loss.backward()
+        group.counters.phase = ""
+        expected = predicted(model.colrow.plan, asked, group, 8, model.colrow.sequence.cut)
+        return {site: n for site, n in expected.items() if site[0] != "prefill"}, counted(group)
+
+    for expected, found in on_ranks(family, ranks, mode, task):
+        assert found == expected
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "gpt2", "mixtral"])
+def test_the_gate_proves_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = setting(family)[0]
+    passed = gate.gate(config, plan_for(family, 3), cache=False, sequence="again")
+    assert passed.comparison.ok
+    monkeypatch.setattr(sequence_probe, "with_partial_gradients", lambda plan, names: plan)
+    with pytest.raises(gate.GateRefused, match=r"differs from the whole.*(norm|ln_)"):
+        gate.gate(config, plan_for(family, 3), cache=False, sequence="again")
+
+
+def test_verify_with_it(tmp_path: Any) -> None:
+    """The command's proof with real weights of a file, ranks as threads: equal, and the collectives are those of slices."""
+    setting("llama")[1].save_pretrained(tmp_path / "m")
+    report = verify(model_dir.find(str(tmp_path / "m")), 2, backend="threads", sequence="again")
+    assert report.equal, report.text()
+    assert report.title.endswith("sequence parallel in training")
+    with pytest.raises(UserError, match="in training only"):
+        verify(model_dir.find(str(tmp_path / "m")), 2, backend="threads", sequence="again", train=False)

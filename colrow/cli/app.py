@@ -102,6 +102,7 @@ def verify(
     small: Annotated[bool, typer.Option("--small", help="Compare a small copy with random weights; reads no weights.")] = False,
     stream: Annotated[bool, typer.Option("--stream", help="Layer by layer, for a model that fits into no single memory.")] = False,
     train: Annotated[bool, typer.Option("--train/--no-train", help="Also loss, gradients and optimizer steps.")] = True,
+    sequence: Annotated[bool, typer.Option("--sp", help="With sequence parallelism in training.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
     backend: Backend = "auto",
     html_file: Annotated[Path | None, typer.Option("--html", help="Write every difference, module by module, as one page.")] = None,
@@ -116,7 +117,7 @@ def verify(
     with ending_at_once():
         from . import verify as command
 
-    what = {"small": small, "stream": stream, "train": train, "backend": backend}
+    what = {"small": small, "stream": stream, "train": train, "backend": backend, "sequence": "again" if sequence else "off"}
     raise typer.Exit(command.show(files, ranks, shares, given, check_dtype(dtype), what, html_file))
 
 

@@ -19,7 +19,7 @@ from .screen import Screen, say, write
 def show(
     files: ModelFiles, ranks: int, split: Sequence[float], plan: Plan | None, dtype: str, what: dict[str, Any], html: Path | None = None
 ) -> int:
-    """The exit code: 0 if the two models are equal. `what`: small, stream, train, backend."""
+    """The exit code: 0 if the two models are equal. `what`: small, stream, train, backend, sequence."""
     if what["backend"] != "threads" and not launch.under_torchrun():
         check_room(ranks)
     if not what["small"]:

@@ -47,6 +47,7 @@ class Sequence:
 
     group: Group
     cut: Cut
+    shared: frozenset[str] = frozenset()  # gathers whose result other modules are given too, although nothing keeps it for them
     routed: bool = False  # experts get no gradient, not even 0, on a rank without tokens: its sums would be out of step
     always: bool = False  # also where no gradient is wanted: for the run on meta tensors
     batch: int = 0  # sequences, and
@@ -93,7 +94,8 @@ class Sequence:
                 return whole
         whole = regions.gather_sequence(self._apart(x), self.group, name, DIM, self.sizes)
         whole = whole if x.dim() > 2 else whole.flatten(0, 1)
-        made = _Gathered(weakref.ref(x), self._apart(x.detach()), weakref.ref(whole), x._version, whole._version, name, list(self.sizes))
+        kept = (lambda: whole) if name in self.shared else weakref.ref(whole)
+        made = _Gathered(weakref.ref(x), self._apart(x.detach()), kept, x._version, whole._version, name, list(self.sizes))
         self._known = [*self._known[1 - REMEMBERED :], made]
         return whole
 
@@ -186,7 +188,8 @@ def make(model: nn.Module, plan: Plan, group: Group, mode: Mode) -> Sequence | N
     cut = planning.cut(plan, mode == "again")
     if cut is None:
         raise UserError("sequence parallelism needs blocks whose attention and MLP are split", name, works)
-    return Sequence(group, cut, getattr(model, "_can_set_experts_implementation", lambda: False)())
+    shared = frozenset(region.shares for region in plan.regions if region.shares)
+    return Sequence(group, cut, shared, getattr(model, "_can_set_experts_implementation", lambda: False)())
 
 
 def install(model: nn.Module, sequence: Sequence) -> None:

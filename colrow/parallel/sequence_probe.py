@@ -61,22 +61,25 @@ def _shapes(found: Trace) -> dict[str, list[tuple[int, ...]]]:
 
 
 def _behind_reshapes(plan: Plan, found: Trace) -> Plan:
-    """Sums of rows of all sequences together that only are put in order afterwards (experts) are taken behind that: there the sequence has a
-    dim of its own again. The place of a sum among reshapes does not matter."""
+    """Sums of rows of all sequences together that are only put in order afterwards (experts) are taken behind that: there the sequence has
+    a dim of its own again. The place of a sum among reshapes does not matter."""
     borders = {value: (call.module, key) for call in found.calls for key, value in call.outputs.items()}
     made = {(call.module, key): value for call in found.calls for key, value in call.outputs.items()}
     readers: dict[int, list[Op]] = {}
     for op in found.ops:
-        for value in op.inputs() if op.name != "detach" else ():  # that is the collective itself
-            readers.setdefault(value, []).append(op)
+        for read in op.inputs() if op.name != "detach" else ():  # that is the collective itself
+            readers.setdefault(read, []).append(op)
     regions = []
     for region in plan.regions:
-        value = made.get((region.module, region.arg)) if region.op == "reduce" and region.place == "output" else None
+        rows = made.get((region.module, region.arg)) if region.op == "reduce" and region.place == "output" else None
+        value = rows
         while value is not None and len(found.values[value].shape) == 2:
             ops = readers.get(value, [])
             value = ops[0].outputs[0] if len(ops) == 1 and ops[0].name in RESHAPES else None
-        module, arg = (region.module, region.arg) if value is None else borders.get(value, (region.module, region.arg))
-        regions.append(replace(region, module=module, arg=arg))
+        if value is not None and value != rows and value in borders:
+            module, arg = borders[value]
+            region = replace(region, module=module, arg=arg)
+        regions.append(region)
     return replace(plan, regions=tuple(regions))
 
 

@@ -1,9 +1,9 @@
 """Sequence parallelism as the plan says it: where the residual stream is cut along the sequence, and the collectives that this makes.
 
-Inside the blocks each `reduce` of the stream becomes a reduce-scatter and each `copy` an all-gather, and the other way round backward; a norm
-or a bias that meets slices has a part of its gradient on each rank (Korthikanti et al., arXiv:2205.05198, section 4.2.2). Predictions agree
-with what is counted to the byte, uneven slices included. Not here: doing it (parallel/sequence.py), and finding out which parameters meet
-slices, which needs the split model (parallel/sequence_probe.py); `assumed` is a plan that guesses them.
+Inside the blocks each `reduce` of the stream becomes a reduce-scatter and each `copy` an all-gather, and the other way round backward; a
+norm or a bias that meets slices has a part of its gradient on each rank (Korthikanti et al., arXiv:2205.05198, section 4.2.2). Predictions
+agree with what is counted to the byte, uneven slices included. Not here: doing it (parallel/sequence.py), and finding out which parameters
+meet slices, which needs the split model (parallel/sequence_probe.py); `assumed` is a plan that guesses them.
 """
 
 from __future__ import annotations
@@ -55,17 +55,21 @@ def assumed(plan: Plan, at: Cut) -> Plan:
 
 def predict(plan: Plan, at: Cut, batch: int, seq: int, phase: Phase, dtype_bytes: int = 2) -> list[Predicted]:
     """As cost.predict, with the stream cut in training. `plan`: with the partial gradients of its norms and biases."""
-    found = cost.predict(plan, batch, seq, phase, dtype_bytes)
+    return replaced(cost.predict(plan, batch, seq, phase, dtype_bytes), plan, at, batch, seq, phase, dtype_bytes)
+
+
+def replaced(found: list[Predicted], plan: Plan, at: Cut, batch: int, seq: int, phase: Phase, dtype_bytes: int) -> list[Predicted]:
+    """What cost.predict has found, with the stream's collectives in training replaced by those of its slices."""
     if phase not in cost.STEP or plan.ranks == 1:
         return found
-    replaced = {f"{r.name}{end}" for r in at.regions for end in ("", ".grad")}
-    found = [p for p in found if p.name not in replaced]
+    names = {f"{r.name}{end}" for r in at.regions for end in ("", ".grad")}
+    out = [p for p in found if p.name not in names]
     stream = next(r for r in plan.regions if r in at.regions)
     for op, name, region in _forward(plan, at, stream) if phase == "train_forward" else _backward(plan, at, stream):
         size, unit = cost.size_of(region, {"B": batch, "S": seq}, dtype_bytes)
         parts = tuple((stop - start) * (size // seq) for start, stop in balance(seq, plan.ranks))
-        found.append(Predicted(op, name, 1, size, tuple(range(plan.ranks)), parts, unit))
-    return found
+        out.append(Predicted(op, name, 1, size, tuple(range(plan.ranks)), parts, unit))
+    return out
 
 
 def _forward(plan: Plan, at: Cut, stream: Region) -> Iterator[tuple[str, str, Region]]:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import get_args
 
 from ..comm.group import Group
-from ..planning import cost, wire
+from ..planning import cost, sequence, wire
 from ..planning.inputs import DECODED, TOKENS, Example
 from ..planning.plan import Plan
+from ..planning.sequence import Cut
 from .compare import Item
 from .exercise import Questions
 
@@ -22,8 +23,8 @@ def counted(group: Group) -> dict[Site, Count]:
     return {s: (t.calls, t.logical_bytes, t.moved_bytes) for s, t in tallies if s[0] and s[1] not in ("object", "barrier")}
 
 
-def predicted(plan: Plan, asked: Questions, group: Group, dtype_bytes: int) -> dict[Site, Count]:
-    """What this rank must count when a model that is split by `plan` answers the questions (exercise.ask).
+def predicted(plan: Plan, asked: Questions, group: Group, dtype_bytes: int, cut: Cut | None = None) -> dict[Site, Count]:
+    """What this rank must count when a model that is split by `plan` answers the questions (exercise.ask), its stream cut where `cut` says.
 
     Bytes moved are 0 for a transport that does not count them where they are copied.
     """
@@ -42,7 +43,8 @@ def predicted(plan: Plan, asked: Questions, group: Group, dtype_bytes: int) -> d
     found: dict[Site, Count] = {}
     for name, phase, rows, columns, before, times in phases:
         whole_logits = None if labelled else True
-        for p in cost.predict(plan, rows, columns, phase, dtype_bytes, whole_logits, before, labelled):
+        usual = cost.predict(plan, rows, columns, phase, dtype_bytes, whole_logits, before, labelled)
+        for p in usual if cut is None else sequence.replaced(usual, plan, cut, rows, columns, phase, dtype_bytes):
             if group.rank in p.ranks:
                 calls, size, moved = found.get((name, p.op, p.name), (0, 0, 0))
                 more = _moved(p, group)

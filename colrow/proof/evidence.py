@@ -15,6 +15,7 @@ from torch import nn
 
 from ..comm.group import Group
 from ..parallel.head import sharded_logits
+from ..parallel.state import state_of
 from ..planning.plan import Plan
 from . import compare
 from .compare import Comparison, Item
@@ -56,7 +57,9 @@ def examine(model: nn.Module, group: Group, plan: Plan, reference: Reference) ->
         items += _steps(model, plan, group.rank, reference)
         copies |= _copies(AFTER, dict(model.named_parameters()), plan, group.rank)
     asked = replace(reference.asked, steps=len(answers.tokens))  # one step only where the model has no cache
-    items += count_items(predicted(plan, asked, group, reference.dtype.itemsize), found, group)
+    state = state_of(model)
+    cut = state.sequence.cut if state.sequence is not None else None
+    items += count_items(predicted(state.plan, asked, group, reference.dtype.itemsize, cut), found, group)
     return Evidence(Comparison(tuple(items)), copies)
 
 

@@ -18,6 +18,7 @@ from ..comm.group import Group
 from ..comm.local import run_threads
 from ..errors import UserError
 from ..parallel import build, load
+from ..parallel.sequence import Mode
 from ..planning.plan import Plan
 from . import gate_cache, trail
 from . import whole as whole_model
@@ -56,10 +57,13 @@ class GateResult:
         return f"gate: passed in {self.seconds:.1f} s, {self.checks} checks on a copy ({self.copy}), largest difference {self.largest:.0e}"
 
 
-def gate(config: PreTrainedConfig, plan: Plan, *, weights: Sequence[float] | None = None, cache: bool = True) -> GateResult:
-    """Raises GateRefused where the plan, carried out by the applier, does not compute what the whole model computes."""
+def gate(
+    config: PreTrainedConfig, plan: Plan, *, weights: Sequence[float] | None = None, cache: bool = True, sequence: Mode = "off"
+) -> GateResult:
+    """Raises GateRefused where the plan, carried out by the applier, does not compute what the whole model computes. `sequence`: with that
+    mode of sequence parallelism."""
     start = time.perf_counter()
-    key = gate_cache.key(config, plan)
+    key = gate_cache.key(config, plan, sequence)
     known = gate_cache.read(key) if cache else None
     if known:
         return GateResult(True, time.perf_counter() - start, known.copy, known.checks, known.largest)
@@ -67,26 +71,26 @@ def gate(config: PreTrainedConfig, plan: Plan, *, weights: Sequence[float] | Non
         small = shrink(config, plan.ranks, weights or plan.weights or None, plan)
     except UserError as error:
         raise GateRefused(error.what, error.value, error.works) from error
-    comparison = prove(small)
+    comparison = prove(small, sequence)
     checks, largest = len(comparison.items), max(i.difference for i in comparison.items)
     if cache:
         gate_cache.write(key, gate_cache.Pass(str(small), checks, largest))
     return GateResult(False, time.perf_counter() - start, str(small), checks, largest, comparison)
 
 
-def prove(small: Small) -> Comparison:
+def prove(small: Small, sequence: Mode = "off") -> Comparison:
     """Splits the small copy and compares it with itself as a whole. GateRefused where they differ."""
     name = small.plan.architecture or small.plan.model_type
     try:
         whole = _exact(whole_model.build(small.config, DTYPE))
         add_noise(whole)
-        asked = questions(whole)
+        asked = questions(whole, length=max(13, small.plan.ranks))  # a position for every rank
         state = {key: t.detach().clone() for key, t in whole.state_dict().items()}
         expected = reference(whole, small.plan, asked)
     except Exception as error:
         raise GateRefused(f"a small copy of {name} does not run as a whole", f"{type(error).__name__}: {error}", REPORT_IT) from error
     try:
-        comparison = judge(run_threads(_rank, small.plan.ranks, small, state, expected))
+        comparison = judge(run_threads(_rank, small.plan.ranks, small, state, expected, sequence))
     except UserError as error:
         raise GateRefused(f"the plan for {name} cannot be carried out: {error.what}", error.value, error.works) from error
     except Exception as error:
@@ -104,13 +108,13 @@ def _exact(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _rank(group: Group, small: Small, state: State, expected: Reference) -> Evidence:
-    return examine(_split(group, small, state), group, small.plan, expected)
+def _rank(group: Group, small: Small, state: State, expected: Reference, sequence: Mode) -> Evidence:
+    return examine(_split(group, small, state, sequence), group, small.plan, expected)
 
 
-def _split(group: Group, small: Small, state: State) -> PreTrainedModel:
+def _split(group: Group, small: Small, state: State, sequence: Mode = "off") -> PreTrainedModel:
     model = _exact(whole_model.simple_experts(build.empty(small.config, DTYPE, "eager")))
-    build.split(model, small.plan, group)
+    build.split(model, small.plan, group, sequence)
     load.from_whole(model, state, DTYPE)
     return model.eval()
 

@@ -38,12 +38,13 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colrow" / "gate"
 
 
-def key(config: PreTrainedConfig, plan: Plan) -> str:
+def key(config: PreTrainedConfig, plan: Plan, sequence: str = "off") -> str:
     # A config from a file remembers its path, one from a hub its name: neither matters.
     said = {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")}
     parts = [
         json.dumps(said, sort_keys=True, default=str),
         plan.to_json(),
+        sequence,
         f"{__version__} {torch.__version__} {transformers.__version__} {sys.version}",
         _source_digest(),
         _model_source(config),

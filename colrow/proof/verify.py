@@ -26,8 +26,10 @@ from ..checkpoint.model_dir import ModelFiles
 from ..comm import launch
 from ..comm.group import Group
 from ..comm.local import run_threads
+from ..errors import UserError
 from ..parallel import build, load, room
 from ..parallel.save import quiet
+from ..parallel.sequence import Mode
 from ..planning.derive import check_made_for, derive
 from ..planning.models import require_text
 from ..planning.plan import Plan
@@ -55,11 +57,12 @@ class Task:
     config: PreTrainedConfig
     plan: Plan
     dtype: torch.dtype
+    sequence: Mode = "off"
 
     def split(self, group: Group) -> PreTrainedModel:
         room.check(self.plan, self.dtype, group)
         model = build.empty(self.config, self.dtype)
-        build.split(model, self.plan, group)
+        build.split(model, self.plan, group, self.sequence)
         source = self.files.source()
         try:
             load.from_source(model, source, self.dtype, group.device)
@@ -87,27 +90,32 @@ def verify(
     stream: bool = False,
     plan: Plan | None = None,
     progress: Progress | None = None,
+    sequence: Mode = "off",
 ) -> Report:
     """Compares the model split over `ranks` with itself as a whole. `report.exit_code` is 0 only if they are equal.
 
     `backend` as in comm.launch, or "threads": ranks as threads of this process. `small`: a small copy of the config with random weights;
     no weights are read. `stream`: layer by layer (stream.py). `train` False leaves out loss, gradients and optimizer steps. `plan`: another
-    plan than the derived one.
+    plan than the derived one. `sequence`: with that mode of sequence parallelism.
     """
     say = progress or (lambda text: None)
+    if sequence != "off" and (stream or not train):
+        works = "neither --stream nor --no-train"
+        raise UserError("sequence parallelism cuts the stream in training only, which this would not compare", works=works)
     config = files.config()
     if plan:
         check_made_for(plan, config)
     with tempfile.TemporaryDirectory(prefix="colrow-verify-") as name:
         folder = Path(name)
         title = f"{files.name} split over {ranks} ranks, {str(dtype).removeprefix('torch.')}"
+        title += "" if sequence == "off" else ", sequence parallel in training"
         if small:
             say("searching a small copy")
             copied = shrink(config, ranks, weights, plan)
             files, config, plan = _save_copy(copied.config, folder), copied.config, copied.plan
             title = f"a small copy of {title} ({copied})"
         plan = plan or derive(config, ranks, weights)
-        task = Task(files, config, plan, dtype)
+        task = Task(files, config, plan, dtype, sequence)
         if stream:
             say(f"{ranks} ranks, layer by layer")
             return _streamed(title, task, train, backend)

@@ -13,7 +13,7 @@ from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.errors import UserError
 from colrow.parallel.head import parallel_loss
-from colrow.parallel.loss import parallel_cross_entropy
+from colrow.parallel.loss import parallel_cross_entropy, parallel_logprobs
 from colrow.partition import Partition, even
 
 IGNORE = -100
@@ -27,7 +27,7 @@ def example(words: int, dtype: torch.dtype = torch.float64, scale: float = 3.0) 
     return logits, labels
 
 
-def whole_loss(logits: torch.Tensor, labels: torch.Tensor, weight: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def whole_loss(logits: torch.Tensor, labels: torch.Tensor, weight: Any, /, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     x = logits.clone().requires_grad_()
     loss = F.cross_entropy(x.flatten(0, 1), labels.flatten(), **options)
     loss = loss.view_as(labels) if loss.dim() else loss
@@ -36,7 +36,7 @@ def whole_loss(logits: torch.Tensor, labels: torch.Tensor, weight: Any, **option
 
 
 def split_loss(
-    logits: torch.Tensor, labels: torch.Tensor, weight: Any, partition: Partition, **options: Any
+    logits: torch.Tensor, labels: torch.Tensor, weight: Any, partition: Partition, /, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss, and the gradient put together; every rank must say the same, change nothing, and stay within three all-reduces."""
     columns = Partition(2, partition.pieces)
@@ -89,9 +89,71 @@ def test_sixteen_bits_are_computed_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found_grad.float(), grad, rtol=float(torch.finfo(dtype).eps), atol=1e-6)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("words", "ranks", "cut"), [(101, 3, "scattered"), (101, 2, "weights"), (3, 5, "even")])
+def test_class_weights(words: int, ranks: int, cut: str, smoothing: float, reduction: str) -> None:
+    logits, labels = example(words)
+    weight = torch.rand(labels.shape, dtype=torch.float64) if reduction == "none" else 0.7
+    classes = torch.rand(words, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    classes[0] = 0
+    options = {"label_smoothing": smoothing, "reduction": reduction, "weight": classes}
+    expected = whole_loss(logits, labels, weight, **options)
+    found = split_loss(logits, labels, weight, CUTS[cut](words, ranks), **options)
+    for a, b in zip(expected, found, strict=True):
+        assert (a - b).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"label_smoothing": 0.1}, {"weight": torch.linspace(0.1, 2, 101, dtype=torch.float64)}],
+    ids=["plain", "smoothing", "weights"],
+)
+def test_z_loss(options: dict[str, Any], reduction: str) -> None:
+    """Of the whole row's log Σ exp x, not of one shifted by a maximum (nanotron); every row that counts, alike."""
+    logits, labels = example(101)
+    counts = labels != IGNORE
+    x = logits.clone().requires_grad_()
+    entropy = F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction=reduction, **options)
+    z = 0.3 * x.logsumexp(-1).square() * counts
+    expected = (entropy.view(4, 6) + z) if reduction == "none" else entropy + (z.sum() / (counts.sum() if reduction == "mean" else 1))
+    weight = torch.rand(labels.shape, dtype=torch.float64) if reduction == "none" else 0.7
+    (expected * weight).sum().backward()
+    found, grad = split_loss(logits, labels, weight, even(0, 101, 3), z_loss=0.3, reduction=reduction, **options)
+    assert (found - expected).abs().max() <= 1e-11
+    assert (grad - x.grad).abs().max() <= 1e-12
+
+
+def test_class_weights_of_another_length_are_refused() -> None:
+    logits, labels = example(8)
+    with pytest.raises(UserError, match="class weights"):
+        parallel_cross_entropy(logits, labels, single(), even(0, 8, 1), weight=torch.ones(4))
+
+
+def test_log_probabilities_of_tokens() -> None:
+    logits, labels = example(101)
+    chosen = labels.clamp(min=0)
+    x = logits.clone().requires_grad_()
+    expected = x.log_softmax(-1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1).masked_fill(labels == IGNORE, 0)
+    expected.square().sum().backward()
+    partition = even(0, 101, 3)
+
+    def rank(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = Partition(2, partition.pieces).split(logits, group.rank).clone().requires_grad_()
+        found = parallel_logprobs(mine, labels, group, partition)
+        found.square().sum().backward()
+        return found.detach(), mine.grad
+
+    results = run_threads(rank, 3)
+    for found, _ in results:
+        assert (found - expected).abs().max() <= 1e-12
+    assert (torch.cat([grad for _, grad in results], 2) - x.grad).abs().max() <= 1e-12
+
+
 @pytest.mark.parametrize("scale", [1.0, 1000.0])
 @pytest.mark.parametrize(("words", "ranks"), [(8, 2), (8, 3), (101, 2), (101, 3)])
-def test_smoothing_looks_at_the_whole_vocabulary(words: int, ranks: int, scale: float) -> None:
+def test_o28_smoothing_looks_at_the_whole_vocabulary(words: int, ranks: int, scale: float) -> None:
     """NVIDIA/Megatron-LM #7464: coefficient and mean were the shard's; #737: logarithms of 0 where logits are large."""
     logits, labels = example(words, torch.float32, scale)
     expected, grad = whole_loss(logits, labels, 1.0, label_smoothing=0.1)
@@ -101,7 +163,7 @@ def test_smoothing_looks_at_the_whole_vocabulary(words: int, ranks: int, scale: 
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_few_labels_count(ranks: int) -> None:
+def test_o29_few_labels_count(ranks: int) -> None:
     """pytorch/pytorch #116349 and its kind: -100 less the shard's start is also an index; the mean is over labels that count."""
     logits, labels = example(9)
     labels[:] = IGNORE
@@ -145,7 +207,7 @@ def test_columns_on_two_ranks_are_refused() -> None:
         parallel_cross_entropy(logits[..., :5], labels, single(), Partition(0, (((0, 5),), ((3, 8),))))
 
 
-def test_every_label_ignored_is_zero_with_zero_gradients() -> None:
+def test_o29_every_label_ignored_is_zero_with_zero_gradients() -> None:
     logits, labels = example(7)
     labels[:] = IGNORE
     assert whole_loss(logits, labels, 1.0)[0].isnan(), "torch says nan"

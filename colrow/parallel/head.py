@@ -23,36 +23,39 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from ..comm import regions
 from ..comm.group import Group
 from ..errors import UserError
-from ..partition import Partition
+from ..partition import Partition, even
 from ..planning.plan import Attention
 from . import inline_loss
+from .fused import linear_cross_entropy
 from .loss import parallel_cross_entropy
-from .state import State, state_of
+from .state import State, sharded, state_of
 
 Loss = Callable[..., torch.Tensor]
+KNOWN = (ForCausalLMLoss, ForMaskedLMLoss)
 
 
 @contextmanager
 def sharded_logits(model: nn.Module) -> Iterator[None]:
     """Within, the model's logits are the rank's slice of the vocabulary (its columns as the plan's head region cuts them)."""
-    state = state_of(model)
-    before, state.sharded_logits = state.sharded_logits, True
-    try:
+    with sharded(state_of(model)):
         yield
-    finally:
-        state.sharded_logits = before
 
 
 def install(model: nn.Module, state: State) -> None:
     """Replaces the loss of a model whose head is cut. Losses that are not known to work on slices refuse with UserError when called."""
     if state.group.size > 1 and state.plan.attention:
         model.register_forward_hook(lambda _, __, output: _whole_attentions(output, state))
-    region = state.head
-    if region is None or region.partition is None or state.group.size == 1 or not hasattr(type(model), "loss_function"):
+    if not hasattr(type(model), "loss_function"):
         return
-    if inline_loss.computes_own(model):
-        inline_loss.install(model, state, region)
-    model.loss_function = parallel_loss(model.loss_function, state.group, region.partition)  # type: ignore[assignment,arg-type]
+    region, original, own = state.head, model.loss_function, inline_loss.computes_own(model)
+    if state.group.size == 1:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        if original in KNOWN and not own and isinstance(head, nn.Linear):
+            model.loss_function = _of_promises(original, even(0, head.out_features, 1), state)  # type: ignore[assignment,arg-type]
+    elif region is not None and region.partition is not None:
+        if own:
+            inline_loss.install(model, state, region)
+        model.loss_function = parallel_loss(original, state.group, region.partition, None if own else state)  # type: ignore[assignment,arg-type]
 
 
 def _whole_attentions(output: Any, state: State) -> Any:
@@ -70,9 +73,9 @@ def _whole_heads(weights: torch.Tensor, entry: Attention, state: State) -> torch
     return Partition(1, entry.query.pieces).merge(beside.split(sizes, 1))
 
 
-def parallel_loss(original: Loss, group: Group, partition: Partition) -> Loss:
-    """The loss `original` for logits that are the rank's slice."""
-    if original not in (ForCausalLMLoss, ForMaskedLMLoss):
+def parallel_loss(original: Loss, group: Group, partition: Partition, state: State | None = None) -> Loss:
+    """The loss `original` for logits that are the rank's slice; with `state` also for a promise of them (fused.py)."""
+    if original not in KNOWN:
         return _refusal(original)
     shift = original is ForCausalLMLoss
 
@@ -93,14 +96,31 @@ def parallel_loss(original: Loss, group: Group, partition: Partition) -> Loss:
         if shift and shift_labels is None:  # position n predicts token n + 1
             targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
         targets = targets.to(logits.device)
-        logits = logits.reshape(*targets.shape, logits.shape[-1]) if logits.shape[:-1] != targets.shape else logits
-        reduction = "mean" if num_items_in_batch is None else "sum"
-        total = parallel_cross_entropy(logits, targets, group, partition, ignore_index=ignore_index, reduction=reduction)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum"}
+        if state is not None and state.promises is not None:
+            hidden, head = state.promises.redeem(logits)
+            hidden = hidden.reshape(*targets.shape, hidden.shape[-1])
+            total = linear_cross_entropy(hidden, head.weight, head.bias, targets, group, partition, **options)
+        else:
+            logits = logits.reshape(*targets.shape, logits.shape[-1]) if logits.shape[:-1] != targets.shape else logits
+            total = parallel_cross_entropy(logits, targets, group, partition, **options)
         if num_items_in_batch is None:
             return total
         items = num_items_in_batch.to(total.device) if isinstance(num_items_in_batch, torch.Tensor) else num_items_in_batch
         return total / items
 
+    loss.takes_promises = state is not None  # type: ignore[attr-defined]
+    return loss
+
+
+def _of_promises(original: Loss, partition: Partition, state: State) -> Loss:
+    """On one rank: transformers' own loss, but for promises."""
+    ours = parallel_loss(original, state.group, partition, state)
+
+    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return (original if state.promises is None else ours)(*args, **kwargs)
+
+    loss.takes_promises = True  # type: ignore[attr-defined]
     return loss
 
 

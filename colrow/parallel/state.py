@@ -7,6 +7,8 @@ Not here: tensors. The parameters stay where transformers put them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from ..planning.plan import Plan, Region
 
 if TYPE_CHECKING:
     from .adapters import Adapters
+    from .fused import Promises
     from .gradients import GradientSums
     from .random import Masks
     from .sequence import Sequence
@@ -63,6 +66,8 @@ class State:
     sums: GradientSums | None = None  # the gradients that are summed as they arrive
     masks: Masks | None = None  # of dropout
     sequence: Sequence | None = None  # where the residual stream is cut along the sequence
+    promises: Promises | None = None  # inside fused.promising: logits that are not to be made
+    plain: bool = True  # nothing was found to stand between the head and the loss
     adapters: Adapters | None = None  # LoRA beside the model's layers; the plan then has its matrices too
 
     @property
@@ -92,3 +97,13 @@ def state_of(model: nn.Module) -> State:
     if not isinstance(state, State):
         raise UserError("the model was not split", type(model).__name__, "colrow.load(...) or colrow.parallelize(model, ...)")
     return state
+
+
+@contextmanager
+def sharded(state: State) -> Iterator[None]:
+    """Within, the model's logits are the rank's slice of the vocabulary."""
+    before, state.sharded_logits = state.sharded_logits, True
+    try:
+        yield
+    finally:
+        state.sharded_logits = before

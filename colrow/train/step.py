@@ -20,7 +20,7 @@ from torch import nn
 from ..comm import collectives
 from ..comm.group import Group
 from ..errors import UserError
-from ..parallel.head import sharded_logits
+from ..parallel.fused import forward_loss
 
 Batch = Mapping[str, torch.Tensor]  # of a model's forward: input_ids, attention_mask, position_ids, labels (unshifted), each [B, S]
 IGNORED = -100
@@ -51,13 +51,11 @@ def backward(model: nn.Module, batches: Sequence[Batch], *, replicas: int = 1, t
 
 
 def mean_loss(model: nn.Module, batch: Batch, tokens: int) -> torch.Tensor:
-    """The batch's summed loss over `tokens`. Logits are not gathered."""
+    """The batch's summed loss over `tokens`. Logits are not gathered, nor made for all tokens at once where the model allows that."""
     inner = getattr(model, "module", model)  # of DDP
-    with sharded_logits(inner):
-        if _takes_tokens(inner):
-            return model(**batch, num_items_in_batch=tokens, use_cache=False).loss
-        mine = count_tokens(batch)
-        return model(**batch, use_cache=False).loss * (mine / tokens)
+    if _takes_tokens(inner):
+        return forward_loss(inner, model, **batch, num_items_in_batch=tokens, use_cache=False)
+    return forward_loss(inner, model, **batch, use_cache=False) * (count_tokens(batch) / tokens)
 
 
 def _takes_tokens(model: nn.Module) -> bool:

@@ -52,11 +52,16 @@ class Integers:
         for at, value in list(_walk(out)):
             if isinstance(value, list) and len(value) == depth:
                 _at(out, at[:-1])[at[-1]] = [value[i] for i in kept]
+            elif _by_layer(value):
+                own = {int(k): v for k, v in value.items()}
+                _at(out, at[:-1])[at[-1]] = {str(new): own[old] for new, old in enumerate(kept) if old in own}
         return out
 
     def per_layer(self, state: State, depth: int) -> list[tuple[str, ...]]:
         """For each of `depth` layers, what lists of that length in the config say about it."""
         lists = [value for _, value in _walk(state) if isinstance(value, list) and len(value) == depth]
+        own = ({int(k): v for k, v in value.items()} for _, value in _walk(state) if _by_layer(value))
+        lists += [[entries.get(i) for i in range(depth)] for entries in own]
         return [tuple(repr(entries[i]) for entries in lists) for i in range(depth)]
 
     def config(self, state: State) -> PreTrainedConfig:
@@ -80,11 +85,17 @@ class Integers:
 
 
 def _walk(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every field of nested configs. A dict by number of layer is a value."""
     for key, value in state.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and not _by_layer(value):
             yield from _walk(value, (*path, key)) if all(isinstance(k, str) for k in value) else ()
         else:
             yield (*path, key), value
+
+
+def _by_layer(value: Any) -> bool:
+    """Whether this is a dict of what some layers have of their own, by their numbers (as ints, or as strings after JSON)."""
+    return isinstance(value, dict) and bool(value) and all(str(k).isdigit() and isinstance(v, dict) for k, v in value.items())
 
 
 def _at(state: State, path: Path) -> State:

@@ -1,0 +1,47 @@
+"""Fields that cannot be guessed from a config class's defaults by rules about names: the few exceptions, field by field ("a.b" for nested).
+
+Each is here because the class's own defaults do not build or run when they are made small (or at all), or leave out a kind of layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MLA: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 9}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+KINDS = ["sliding_attention", "full_attention"]
+SHARED: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": KINDS * 2, "num_kv_shared_layers": 2}
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": KINDS, "rope_parameters": {k: ROPE for k in KINDS}},
+    "dbrx": {
+        "attn_config.rope_theta": 10000.0,
+        "attn_config.kv_n_heads": 3,
+        "attn_config.clip_qkv": 8.0,
+        "ffn_config.moe_num_experts": 4,
+        "ffn_config.moe_top_k": 2,
+    },
+    "deepseek_v2": {**MLA, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "esm": {"vocab_size": 101, "mask_token_id": 3, "pad_token_id": 0},
+    "gemma3n_text": SHARED | {"activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], "intermediate_size": 51},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1, "L_bp_cycles": [1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
+    "mobilebert": {"true_hidden_size": 72, "intra_bottleneck_size": 72},
+    "qwen4_exp_text": {"linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 72},
+    "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False},
+    "rwkv": {"attention_hidden_size": 72, "hidden_size": 72},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {
+        "n_mamba_heads": 9,
+        "mamba_headdim": 16,
+        "num_hidden_layers": 4,
+        "hybrid_layer_ids": [1, 3],
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+}

@@ -1,0 +1,167 @@
+"""docs/models.md from the zoo's rows. Text only: nothing is measured here, and nothing is rounded towards the better."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+Row = dict[str, Any]
+
+HEADER = "| architecture | cut | attention | real sizes | a layer | tp 2 | tp 3 | tp 8 |"
+GROUPS = ("decoder", "encoder-decoder", "encoder", "vision and audio")
+EXPLAINED = 0.99  # of the parameters at real sizes: where less is cut, the page says what stays whole
+MOST_NOTES = 4
+
+INTRODUCTION = """\
+# Every architecture of transformers, split and compared
+
+Made by `make zoo` (`python -m bench.zoo --page docs/models.md`); not edited by hand. Every architecture of which transformers' auto classes
+build a language model is in it, and the encoders people know best. For each, a tiny config is made from its config class's own defaults by
+one set of rules (`bench/zoo/sizes.py`), with sizes that break the usual symmetries: 9 query and 3 KV heads, heads x head size not the hidden
+size where the architecture allows it, vocabulary 101, inner size 51. colrow plans it, its applier splits it with ranks as threads, and the
+gate's questions are asked of the split and the whole model in float64: logits, cached decoding, loss, every gradient, two optimizer steps,
+every collective counted against the prediction. Nothing here knows an architecture by name but `bench/zoo/odd.py`, for configs whose
+defaults do not build when they are made small.
+
+* **cut**: share of the parameter elements that are split in the tiny model that was built, at tp 2 (tp 3, tp 8 where they differ). In so
+  narrow a model tables of positions weigh much; **real sizes** is the share with the config class's defaults, at tp 4
+  (of the first 8 layers where layers differ).
+* **attention**: the same share, of what attention (or what stands in its place) holds.
+* **a layer**: all-reduces of a layer in training at tp 2: of activations forward + backward + of gradients of parameters that several ranks
+  use (copies of KV heads, routers, norms of single heads).
+* **tp 2, 3, 8**: largest difference from the whole model, relative to its largest element: logits / cached decoding / gradients. "-": there is
+  nothing to compare (an encoder decodes nothing).
+"""
+
+
+def page(rows: dict[str, Row], groups: dict[str, str], versions: dict[str, str], more: str = "") -> str:
+    """`rows` and `groups` by architecture; `more` is added at the end."""
+    parts = [INTRODUCTION, summary(rows, versions)]
+    for group in GROUPS:
+        names = [name for name, its in groups.items() if its == group and name in rows]
+        if names:
+            measured = [n for n in names if not _failure(rows[n])]
+            parts.append(
+                f"## {group.capitalize()}s\n\n{HEADER}\n|{'---|' * HEADER.count(' |')}\n" + "\n".join(line(n, rows[n]) for n in measured)
+            )
+    parts += [failures(rows), reasons(rows), more]
+    return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
+
+
+def summary(rows: dict[str, Row], versions: dict[str, str]) -> str:
+    """Counts and medians."""
+    planned = [r for r in rows.values() if _first(r)]
+    equal = [r for r in planned if not _failure(r)]
+    built, real, inner = (
+        [x for x in found if x is not None] for found in zip(*((_first(r)["coverage"], _real(r), _first(r)["attention"]) for r in planned))
+    )
+    lines = [
+        f"**{len(rows)} architectures: {len(equal)} equal to the whole model at every degree**, {len(rows) - len(equal)} not proven (each with its reason "
+        "below: refused, not run as a whole, or no config). None gave a wrong result that the gate let pass.",
+        "",
+        "| | median | lowest tenth |",
+        "|---|---|---|",
+        f"| cut, real sizes ({len(real)} config classes) | {median(real):.3f} | {_tenth(real):.3f} |",
+        f"| cut, tiny models ({len(built)}) | {median(built):.3f} | {_tenth(built):.3f} |",
+        f"| attention, tiny models ({len(inner)}) | {median(inner):.3f} | {_tenth(inner):.3f} |",
+        "",
+        "With " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+    ]
+    return "\n".join(lines)
+
+
+def line(name: str, row: Row) -> str:
+    parts = _degrees(row)
+    first = parts[0]
+    cells = [
+        f"[{name}](#{anchor(name)})" if explained(row) else name,
+        _over(parts, "coverage"),
+        _over(parts, "attention"),
+        _share(_real(row)),
+        f"{first['forward']:.2g} + {first['backward']:.2g} + {first['parameters']:.2g}",
+        *(_errors(part) for part in parts),
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def failures(rows: dict[str, Row]) -> str:
+    found = [(name, text) for name, row in rows.items() if (text := _failure(row))]
+    if not found:
+        return ""
+    return (
+        "## Not proven\n\nWhat a user of such a model gets is a refusal with this sentence, or everything whole; never a wrong answer.\n\n"
+        + "\n".join(f"* **{name}**: {text}" for name, text in found)
+    )
+
+
+def reasons(rows: dict[str, Row]) -> str:
+    """What stays whole and why, of the architectures where it is more than a hundredth of the parameters."""
+    out = ["## What stays whole, and why\n\nOf architectures of which less than 99 % is cut at real sizes, in the plan's own words."]
+    for name, row in rows.items():
+        if explained(row) and not _failure(row):
+            notes = _notes(row)
+            more = [f"* and {len(notes) - MOST_NOTES} more of this kind"] if len(notes) > MOST_NOTES else []
+            out.append(f"### {name}\n\n" + "\n".join([f"* {_readable(n)}" for n in notes[:MOST_NOTES]] + more))
+    return "\n\n".join(out) if len(out) > 1 else ""
+
+
+def explained(row: Row) -> bool:
+    real = _real(row)
+    return bool(_notes(row)) and ((real is not None and real < EXPLAINED) or (_first(row).get("attention") or 1) < EXPLAINED - 0.09)
+
+
+def anchor(name: str) -> str:
+    return re.sub(r"[^\w-]", "", name.lower())
+
+
+def _readable(note: str) -> str:
+    subject, _, text = note.partition(": ")
+    return f"`{subject}` {text}" if "." in subject else f"{subject}: {text}"
+
+
+def _notes(row: Row) -> list[str]:
+    return (row.get("real") or {}).get("notes") or _first(row).get("notes", [])
+
+
+def _degrees(row: Row) -> list[Row]:
+    return [row[key] for key in sorted((k for k in row if re.fullmatch(r"tp\d+", k)), key=lambda k: int(k[2:]))]
+
+
+def _first(row: Row) -> Row:
+    return next(iter(_degrees(row)), {})
+
+
+def _real(row: Row) -> float | None:
+    return (row.get("real") or {}).get("coverage")
+
+
+def _failure(row: Row) -> str:
+    """Why a row is not proven, or ""."""
+    wrong = [(part["ranks"], part["wrong"]) for part in _degrees(row) if "wrong" in part]
+    if wrong:
+        return f"tp {', '.join(str(n) for n, _ in wrong)}: {wrong[0][1].removesuffix('; try: another number of ranks, and please report this')}"
+    return row.get("stopped", "") or ("" if _first(row) else "no result")
+
+
+def _over(parts: Sequence[Row], key: str) -> str:
+    """One share, or one for each degree where they differ."""
+    shares = [_share(part[key]) for part in parts]
+    return shares[0] if len(set(shares)) == 1 else ", ".join(shares)
+
+
+def _share(x: float | None) -> str:
+    return "-" if x is None else f"{int(x * 1000) / 1000:.3f}".rstrip("0").rstrip(".") if x < 1 else "1"
+
+
+def _errors(part: Row) -> str:
+    return " / ".join(
+        "-" if part.get(k) is None else "0" if part[k] == 0 else f"{part[k]:.0e}".replace("e-0", "e-")
+        for k in ("logits", "decoding", "gradients")
+    )
+
+
+def _tenth(values: Iterable[float]) -> float:
+    found = sorted(values)
+    return found[len(found) // 10]

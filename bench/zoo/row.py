@@ -28,7 +28,7 @@ from colrow.proof.shrink import Small
 from . import sizes, tp_plan
 
 REAL_RANKS, MOST_LAYERS = 4, 8
-KINDS = ("logits", "decoding", "gradients")
+KINDS = {"logits": ("logits", "outputs"), "decoding": ("decoding",), "gradients": ("gradients",)}
 ATTENTION = re.compile(r"att|mixer|mamba|temporal_block|\bconv\b", re.IGNORECASE)
 
 Row = dict[str, Any]
@@ -65,7 +65,8 @@ def degree(config: PreTrainedConfig, ranks: int) -> Row:
 
 def errors(comparison: Comparison) -> Row:
     """The largest relative difference of each kind; None where there is nothing of it to compare (an encoder decodes nothing)."""
-    return {k: max((i.difference for i in comparison.of(k)), default=None) for k in KINDS} | {"checks": len(comparison.items)}
+    found = {key: [i.difference for kind in kinds for i in comparison.of(kind)] for key, kinds in KINDS.items()}
+    return {key: max(values, default=None) for key, values in found.items()} | {"checks": len(comparison.items)}
 
 
 def coverage(plan: Plan) -> Row:

@@ -62,6 +62,8 @@ def rules(s: Shape, vocabulary: int = VOCABULARY) -> list[tuple[str, int]]:
         (r".*vocab_size.*", vocabulary),
         (r"num_hidden_layers|n_layers?|num_layers|(num_)?(encoder|decoder)_layers|num_(en|de)coder_layers|depth", LAYERS),
         (r".*max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_(source|target)_positions|context_length", 32),
+        (r"image_size", 32),
+        (r"patch_size", 8),
         (r"first_k_dense_replace|num_dense_layers", 1),
         (r".*(experts_per_tok|experts_per_token|moe_topk|moe_top_k|top_k_experts)", 2),
         (r".*shared_experts", 1),

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from colrow.planning.plan import Plan, TensorPlan
-from colrow.planning.trace import model_class
+from colrow.planning.models import model_class
 from colrow.planning.words import fold
 
 STYLES: dict[str, int | None] = {

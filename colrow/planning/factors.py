@@ -253,6 +253,7 @@ class Factors:
 
     def _union(self, x: Node, y: Node) -> None:
         """Two different nodes of one size, neither a product, become one."""
+        x.symbol = y.symbol = y.symbol or x.symbol
         if x.segs and y.segs:
             self.cut(x, (at for _, at in self._placed(y)))
             self.cut(y, (at for _, at in self._placed(x)))
@@ -270,7 +271,6 @@ class Factors:
         if x.segs:
             x, y = y, x
         x.parent = y
-        y.symbol = y.symbol or x.symbol
         if x.flag:
             why, self.why = self.why, x.flag
             self.flag([y])

@@ -255,23 +255,24 @@ class Graph:
         out: list[int | str] = []
         for dim, n in zip(self.axes.dims[value], self.trace.values[value].shape, strict=True):
             nodes = resolve(dim)
-            named = [leaf.symbol for node in nodes for leaf in leaves([node]) if leaf.symbol]
+            named = [symbol for node in nodes for symbol in _named(node)]
             if not named:
                 out.append(n)
-            elif all(_symbolic(node) for node in nodes):
+            elif all(_named(node) for node in nodes):
                 out.extend(dict.fromkeys(named))
             else:  # the patches of all pictures of a batch in one dim
                 out.extend(dict.fromkeys(named))
-                out.append(prod(node.size for node in nodes if not _symbolic(node)))
+                out.append(prod(node.size for node in nodes if not _named(node)))
         return tuple(out)
 
 
-def _symbolic(node: Node) -> bool:
-    return any(leaf.symbol for leaf in leaves([node]))
+def _named(node: Node) -> list[str]:
+    """The symbols in a factor: its own, though it was cut somewhere (a sequence without its last token), else those of its parts."""
+    return [node.symbol] if node.symbol else [leaf.symbol for leaf in leaves([node]) if leaf.symbol]
 
 
 def _realistic(node: Node) -> int:
-    if node.segs:
+    if node.segs and node.symbol not in REALISTIC:
         total = 0
         for seg in node.segs:
             part = 1

@@ -18,6 +18,7 @@ import torch
 
 from .factors import Dim, Node, leaves, resolve
 from .graph import Border, Graph
+from .rules import COPIES, FOLLOWED
 from .trace import Op
 
 COLLECTIVE = 0.5
@@ -366,11 +367,7 @@ def alike(graph: Graph, chosen: frozenset[Node], value: int) -> bool:
     if made is None:
         return False
     op = graph.op(made)
-    if op.name == "expand":
-        before = graph.trace.values[graph.inputs[made][0]].shape
-        cut = [d - len(graph.axes.dims[value]) for d, dim in enumerate(graph.axes.dims[value]) if chosen.intersection(leaves(dim))]
-        return all(len(before) < -d or before[d] == 1 for d in cut)
-    if op.name in ("detach", "alias"):
+    if op.name in (*COPIES, *FOLLOWED, "slice"):  # what an expansion adds is the same all along
         return alike(graph, chosen, graph.inputs[made][0])
     return op.name in FACTORIES or (torch.Tag.pointwise in op.func.tags and all(alike(graph, chosen, v) for v in graph.inputs[made]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.models.auto import modeling_auto as auto
 
-ENCODERS = ("vit", "deit", "beit", "dinov2", "clip_text_model", "clip_vision_model", "siglip_vision_model", "wav2vec2", "hubert")
+ENCODERS = ("vit", "deit", "beit", "dinov2", "clip_text_model", "clip_vision_model", "siglip_vision_model")
 
 GROUPS = {
     "decoder": auto.MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -19,5 +19,5 @@ def architectures() -> dict[str, str]:
     for group, mapping in GROUPS.items():
         for name in sorted(mapping._model_mapping):
             found.setdefault(name, group)
-    found.update((name, "vision and audio") for name in ENCODERS)
+    found.update((name, "vision") for name in ENCODERS)
     return found

@@ -10,7 +10,7 @@ from typing import Any
 Row = dict[str, Any]
 
 HEADER = "| architecture | cut | attention | real sizes | a layer | tp 2 | tp 3 | tp 8 |"
-GROUPS = ("decoder", "encoder-decoder", "encoder", "vision and audio")
+GROUPS = ("decoder", "encoder-decoder", "encoder", "vision")
 EXPLAINED = 0.99  # of the parameters at real sizes: where less is cut, the page says what stays whole
 MOST_NOTES = 4
 

@@ -179,18 +179,28 @@ def _decode(
             if out.get(name) is None:
                 break  # an encoder: it has no cache, and nothing to decode
             ids = asked.prompt[sequence].new_tensor([[tokens[-1] if follow is None else follow[step]]])
-            inputs, given = {sequence: ids}, {name: out[name], **_seen(asked.prompt, sequence, step + 1)}
+            inputs, given = {sequence: ids}, {name: out[name], **_seen(asked.prompt, sequence, step + 1, out[name])}
             if sequence == DECODED:
                 given["encoder_outputs"] = (out.encoder_last_hidden_state,)
     return torch.stack(rows), tuple(tokens)
 
 
-def _seen(prompt: Example, sequence: str, new: int) -> dict[str, torch.Tensor]:
-    """The mask of a later step: of the encoder's tokens, else of all tokens so far."""
+def _seen(prompt: Example, sequence: str, new: int, cache: Any) -> dict[str, torch.Tensor | None]:
+    """The mask of a later step: of the encoder's tokens, else of all tokens so far; none where the cache is a state without positions
+    (Mamba, which would multiply the new token by every entry)."""
     if TOKENS not in prompt:
         return {}
+    if sequence == TOKENS and not _has_positions(cache):
+        return {"attention_mask": None}
     rows, length = prompt[TOKENS].shape
     return {"attention_mask": prompt[TOKENS].new_ones(rows, length if sequence == DECODED else length + new)}
+
+
+def _has_positions(cache: Any) -> bool:
+    try:
+        return not hasattr(cache, "get_seq_length") or cache.get_seq_length() >= 0
+    except ValueError:  # what transformers' caches without an attention layer say
+        return False
 
 
 def cache_name(model: nn.Module) -> str | None:

@@ -1,6 +1,7 @@
 # make run    environment, demo model, and the main job: text from SmolLM2-135M split in two, and the proof that it is the same model
 # make test   environment and the test suite
 # make check  linter, formatter and type checker
+# make zoo    docs/models.md: every architecture of transformers, measured (half an hour; goes on where it was; ZOO_CACHE: its results)
 # PYTHON and VENV may be set: make test PYTHON=python3.12 VENV=/tmp/env
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 TP ?= 2
 PROMPT ?= What is the capital of France?
 
-.PHONY: run test check env clean
+.PHONY: run test check zoo env clean
 
 run: env
 	$(BIN)/colrow plan demo --tp $(TP)
@@ -23,6 +24,9 @@ check: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+zoo: env
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m bench.zoo --page docs/models.md $(if $(ZOO_CACHE),--cache $(ZOO_CACHE))
 
 env: $(VENV)/.done
 

@@ -14,7 +14,7 @@ SHARED: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": KINDS * 2, "num
 
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": KINDS, "rope_parameters": {k: ROPE for k in KINDS}},
+    "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": KINDS, "rope_parameters": dict.fromkeys(KINDS, ROPE)},
     "dbrx": {
         "attn_config.rope_theta": 10000.0,
         "attn_config.kv_n_heads": 3,
@@ -37,11 +37,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False},
     "rwkv": {"attention_hidden_size": 72, "hidden_size": 72},
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {
-        "n_mamba_heads": 9,
-        "mamba_headdim": 16,
-        "num_hidden_layers": 4,
-        "hybrid_layer_ids": [1, 3],
-        "layers_block_type": ["linear_attention", "hybrid"] * 2,
-    },
+    "n_mamba_heads": 9,
+    "mamba_headdim": 16,
+    "num_hidden_layers": 4,
+    "hybrid_layer_ids": [1, 3],
 }

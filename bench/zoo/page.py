@@ -17,13 +17,13 @@ MOST_NOTES = 4
 INTRODUCTION = """\
 # Every architecture of transformers, split and compared
 
-Made by `make zoo` (`python -m bench.zoo --page docs/models.md`); not edited by hand. Every architecture of which transformers' auto classes
-build a language model is in it, and the encoders people know best. For each, a tiny config is made from its config class's own defaults by
-one set of rules (`bench/zoo/sizes.py`), with sizes that break the usual symmetries: 9 query and 3 KV heads, heads x head size not the hidden
-size where the architecture allows it, vocabulary 101, inner size 51. colrow plans it, its applier splits it with ranks as threads, and the
-gate's questions are asked of the split and the whole model in float64: logits, cached decoding, loss, every gradient, two optimizer steps,
-every collective counted against the prediction. Nothing here knows an architecture by name but `bench/zoo/odd.py`, for configs whose
-defaults do not build when they are made small.
+Made by `make zoo` (`python -m bench.zoo --page docs/models.md`); not edited by hand. Every architecture of which transformers' auto
+classes build a language model is in it, and the vision encoders people know best. For each, a tiny config is made from its config class's
+own defaults by one set of rules (`bench/zoo/sizes.py`), with sizes that break the usual symmetries: 9 query and 3 KV heads, heads x head
+size not the hidden size where the architecture allows it, vocabulary 101, inner size 51. colrow plans it, its applier splits it with ranks
+as threads, and the gate's questions are asked of the split and the whole model in float64: logits, cached decoding, loss, every gradient,
+two optimizer steps, every collective counted against the prediction. Nothing here knows an architecture by name but `bench/zoo/odd.py`, for
+configs whose defaults do not build when they are made small.
 
 * **cut**: share of the parameter elements that are split in the tiny model that was built, at tp 2 (tp 3, tp 8 where they differ). In so
   narrow a model tables of positions weigh much; **real sizes** is the share with the config class's defaults, at tp 4
@@ -31,8 +31,8 @@ defaults do not build when they are made small.
 * **attention**: the same share, of what attention (or what stands in its place) holds.
 * **a layer**: all-reduces of a layer in training at tp 2: of activations forward + backward + of gradients of parameters that several ranks
   use (copies of KV heads, routers, norms of single heads).
-* **tp 2, 3, 8**: largest difference from the whole model, relative to its largest element: logits / cached decoding / gradients. "-": there is
-  nothing to compare (an encoder decodes nothing).
+* **tp 2, 3, 8**: largest difference from the whole model, relative to its largest element: logits / cached decoding / gradients. "-": there
+  is nothing to compare (an encoder decodes nothing).
 """
 
 
@@ -54,22 +54,22 @@ def summary(rows: dict[str, Row], versions: dict[str, str]) -> str:
     """Counts and medians."""
     planned = [r for r in rows.values() if _first(r)]
     equal = [r for r in planned if not _failure(r)]
-    built, real, inner = (
-        [x for x in found if x is not None] for found in zip(*((_first(r)["coverage"], _real(r), _first(r)["attention"]) for r in planned))
-    )
+    shares = {
+        "cut, real sizes": [_real(r) for r in planned],
+        "cut, tiny models": [_first(r)["coverage"] for r in planned],
+        "attention, tiny models": [_first(r)["attention"] for r in planned],
+    }
+    proven = f"**{len(rows)} architectures: {len(equal)} equal to the whole model at every degree**"
     lines = [
-        f"**{len(rows)} architectures: {len(equal)} equal to the whole model at every degree**, {len(rows) - len(equal)} not proven (each with its reason "
-        "below: refused, not run as a whole, or no config). None gave a wrong result that the gate let pass.",
+        f"{proven}, {len(rows) - len(equal)} not proven, each with its reason below. No result differed from the whole model's.",
         "",
-        "| | median | lowest tenth |",
-        "|---|---|---|",
-        f"| cut, real sizes ({len(real)} config classes) | {median(real):.3f} | {_tenth(real):.3f} |",
-        f"| cut, tiny models ({len(built)}) | {median(built):.3f} | {_tenth(built):.3f} |",
-        f"| attention, tiny models ({len(inner)}) | {median(inner):.3f} | {_tenth(inner):.3f} |",
-        "",
-        "With " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+        "| share | architectures | median | lowest tenth |",
+        "|---|---|---|---|",
     ]
-    return "\n".join(lines)
+    for name, found in shares.items():
+        known = [x for x in found if x is not None]
+        lines.append(f"| {name} | {len(known)} | {_share(median(known))} | {_share(_tenth(known))} |")
+    return "\n".join([*lines, "", "With " + ", ".join(f"{name} {version}" for name, version in versions.items()) + "."])
 
 
 def line(name: str, row: Row) -> str:
@@ -141,7 +141,8 @@ def _failure(row: Row) -> str:
     """Why a row is not proven, or ""."""
     wrong = [(part["ranks"], part["wrong"]) for part in _degrees(row) if "wrong" in part]
     if wrong:
-        return f"tp {', '.join(str(n) for n, _ in wrong)}: {wrong[0][1].removesuffix('; try: another number of ranks, and please report this')}"
+        text = wrong[0][1].removesuffix("; try: another number of ranks, and please report this")
+        return f"tp {', '.join(str(n) for n, _ in wrong)}: {text}"
     return row.get("stopped", "") or ("" if _first(row) else "no result")
 
 

@@ -11,7 +11,7 @@ from colrow.proof.whole import build
 
 
 def runs(config: PreTrainedConfig, length: int = 7) -> str:
-    """"", or why it does not run."""
+    """ "", or why it does not run."""
     try:
         with torch.no_grad():
             model = build(config, torch.float32)

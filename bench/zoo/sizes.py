@@ -135,7 +135,7 @@ def _by_name(integers: Integers, state: State, shape: Shape) -> State:
     for own in (v for _, by_layer in _walk(out) if isinstance(by_layer, dict) for v in by_layer.values()):  # what some layers have instead
         own.update((k, _named(k, wider) or v) for k, v in own.items() if type(v) is int)
     for path, value in list(_walk(out)):
-        if type(value) is int and value >= 2 or value is None and path[-1] in OPEN:
+        if (type(value) is int and value >= 2) or (value is None and path[-1] in OPEN):
             wanted = _named(path[-1], shape)
             if wanted is not None and not path[-1].endswith("_token_id"):
                 _at(out, path[:-1])[path[-1]] = wanted

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from colrow.planning.plan import Plan, TensorPlan
 from colrow.planning.models import model_class
+from colrow.planning.plan import Plan, TensorPlan
 from colrow.planning.words import fold
 
 STYLES: dict[str, int | None] = {
@@ -75,8 +75,8 @@ def section(rows: dict[str, dict[str, Any]]) -> str:
     same = sum(not _real_differences(f) for f in found.values())
     out = [
         "## Beside transformers' own tp_plan",
-        f"transformers has plans for {len(found)} of these architectures. Of their weights (those of equal layers once) **{agree} are cut alike and "
-        f"{differ} are not**; {same} architectures differ in nothing, or only in that colrow cuts more.",
+        f"transformers has plans for {len(found)} of these architectures. Of their weights (those of equal layers once) **{agree} are cut "
+        f"alike and {differ} are not**; {same} architectures differ in nothing, or only in that colrow cuts more.",
     ]
     kinds: dict[str, list[tuple[str, Difference]]] = {}
     for name, each in found.items():

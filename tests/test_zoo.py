@@ -61,8 +61,8 @@ def test_llama_is_cut_as_transformers_cuts_it() -> None:
     config = sizes.config("llama")
     found = tp_plan.compare(config, derive(config, 2))
     assert found is not None
-    assert [d["name"] for d in found["differ"]] == ["model.embed_tokens.weight"]
-    assert "keeps the table on every rank" in tp_plan.sentence(found["differ"][0])
+    assert found["differ"] == []
+    assert found["agree"] > 10
 
 
 def test_a_plan_that_differs_is_seen() -> None:

@@ -67,8 +67,8 @@ def summary(rows: dict[str, Row], versions: dict[str, str]) -> str:
         "|---|---|---|---|",
     ]
     for name, found in shares.items():
-        known = [x for x in found if x is not None]
-        lines.append(f"| {name} | {len(known)} | {_share(median(known))} | {_share(_tenth(known))} |")
+        if known := [x for x in found if x is not None]:
+            lines.append(f"| {name} | {len(known)} | {_share(median(known))} | {_share(_tenth(known))} |")
     return "\n".join([*lines, "", "With " + ", ".join(f"{name} {version}" for name, version in versions.items()) + "."])
 
 

@@ -39,19 +39,19 @@ def test_presets_give_back_what_was_measured(ranks: int) -> None:
     fast = calibrate.Measured(6e9, 5e10, tuple(t / 2 for t in times), 0.04, 0.1, 0.7)
     device, link = calibrate.presets([slow, *[fast] * (ranks - 1)], "shm", 1e9)
     assert (device.read, device.flops) == (ranks * 5e9, ranks * 4e10)
+    here = links.Machine(device, link)
     for size, seconds in zip(calibrate.SIZES, times, strict=True):
-        latency, moving = timing.collective(cost.Predicted("all_reduce", "x", 1, size, tuple(range(ranks)), unit=4), link)
+        latency, moving = timing.collective(cost.Predicted("all_reduce", "x", 1, size, tuple(range(ranks)), unit=4), here)
         assert latency == 2e-5
         assert latency + moving == pytest.approx(seconds)
     between = cost.Predicted("all_reduce", "x", 2, (64 << 10) + (512 << 10), tuple(range(ranks)), unit=4)
-    assert 2 * 3e-5 < sum(timing.collective(between, link)) < 2 * 1e-4
+    assert 2 * 3e-5 < sum(timing.collective(between, here)) < 2 * 1e-4
     _, plan, model = calibrate.reference(ranks)
-    machine = links.Machine(device, link)
-    assert timing.prefill(plan, model, machine, 1, calibrate.ROWS, 4).total == pytest.approx(0.2)
-    assert timing.train(plan, model, machine, 1, calibrate.ROWS, 4).total == pytest.approx(0.9)
-    assert timing.decode(plan, model, machine, 1, calibrate.ROWS, 4).total == pytest.approx(0.05, rel=0.03)  # found before `touch` was
+    assert timing.prefill(plan, model, here, 1, calibrate.ROWS, 4).total == pytest.approx(0.2)
+    assert timing.train(plan, model, here, 1, calibrate.ROWS, 4).total == pytest.approx(0.9)
+    assert timing.decode(plan, model, here, 1, calibrate.ROWS, 4).total == pytest.approx(0.05, rel=0.03)  # found before `touch` was
     other = cost.Predicted("all_reduce", "x", 1, 4 << 20, tuple(range(ranks + 1)), unit=4)  # more ranks than measured: by the formula
-    assert sum(timing.collective(other, link)) > 0
+    assert sum(timing.collective(other, here)) > 0
 
 
 def test_the_command_writes_what_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,11 +101,11 @@ def test_a_prompt_that_does_not_fit_is_one_line(model: str, capsys: pytest.Captu
 
 def test_plan_of_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.config("llama", **CONFIG).save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path), "--tp", "2", "--dtype", "float32", "--json", str(tmp_path / "plan.json")]) == 0
+    assert main(["plan", str(tmp_path), "--tp", "2", "--dtype", "float32", "--full", "--json", str(tmp_path / "plan.json")]) == 0
     out, _ = capsys.readouterr()
     for word in ("down_proj", "rank 0: ", "rank 1: ", " of KV cache a token", "collectives a token: 7"):
         assert word in out
-    assert main(["plan", str(tmp_path), "--plan", str(tmp_path / "plan.json"), "--dtype", "float32"]) == 0
+    assert main(["plan", str(tmp_path), "--plan", str(tmp_path / "plan.json"), "--dtype", "float32", "--full"]) == 0
     assert capsys.readouterr().out == out
     assert main(["plan", str(tmp_path), "--tp", "2", "--why", "model.layers.0.mlp.down_proj.weight"]) == 0
     assert "down_proj" in capsys.readouterr().out

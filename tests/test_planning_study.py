@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import MistralConfig
 
 from colrow.cli.options import read_bytes
 from colrow.errors import UserError
@@ -14,9 +16,10 @@ from colrow.planning import cost, degrees, links, memory, timing
 from colrow.planning.derive import derive
 from colrow.planning.kept import cache_bytes_per_token, heads
 from colrow.planning.shapes import config
-from colrow.planning.study import Question, Study
+from colrow.planning.study import BATCHES, Question, Study
 from colrow.planning.trace import trace
 from colrow.planning.verdict import verdict
+from colrow.planning.ways import fullest, fully_sharded, ways
 
 from . import tiny
 
@@ -107,12 +110,14 @@ def test_latency_limits_the_collectives_of_decoding() -> None:
 
 def test_words_about_links_and_shapes() -> None:
     assert "copies KV heads: the cache stops shrinking at 8" in said(study(ranks=16), "shape")
-    assert "leaves that domain" in said(study(ranks=16), "link")
+    assert "leaves its host: 2 hosts of 8 devices" in said(study(ranks=16), "link")
+    assert "leaves its host" not in said(study(), "link")
     assert "copies KV heads" not in said(study(), "shape")
     assert "does not pay" in said(study("llama-3-8b", 2, "rtx4090", "1gbe"), "prefill")
     assert "gain capacity per process, not speed" in said(study("qwen2.5-0.5b", 2, "cpu"), "speed")
     assert "replicas" in said(study("qwen2.5-0.5b", 2), "instead")
-    assert "replicas" not in said(study("qwen2.5-0.5b", 2, "cpu"), "instead")
+    assert said(study("qwen2.5-0.5b", 2, "cpu"), "instead") == ""
+    assert "latent of 70,272 bytes a token, whole on every rank" in said(study("deepseek-v3", 2), "shape")
 
 
 def test_a_faster_link_is_never_slower() -> None:
@@ -156,3 +161,68 @@ def test_memory_as_typed() -> None:
     for wrong in ("8 apples", "-8GB", "0GB", "GB"):
         with pytest.raises(UserError):
             read_bytes(wrong)
+
+
+def test_hosts() -> None:
+    """Leaving a host costs latency at the slower link; adapters of one host carry side by side, an Ethernet card is one for all."""
+    sixteen = cost.Predicted("all_reduce", "model.layers.0.x", 1, 1 << 30, tuple(range(16)), unit=2)
+    inside = links.machine("h100", "nvlink4", per_host=16)
+    times = {name: timing.collective(sixteen, links.machine("h100", "nvlink4", name)) for name in ("ndr", "hdr", "10gbe")}
+    moved = sixteen.moved_bytes("ring")
+    assert times["ndr"][1] == pytest.approx(moved / 400e9)  # eight adapters of 50 GB/s, less than the 450 GB/s inside
+    assert times["hdr"][1] == pytest.approx(moved / 200e9)
+    assert times["10gbe"][1] == pytest.approx(moved / 1.25e9)
+    assert timing.collective(sixteen, inside)[1] == pytest.approx(moved / 450e9)
+    small = cost.Predicted("all_reduce", "model.layers.0.x", 1, 1 << 10, tuple(range(16)), unit=2)
+    assert timing.collective(small, links.machine("h100"))[0] > timing.collective(small, inside)[0]
+    assert links.machine("h100", per_host=4).hosts(8) == 2
+    assert timing.collective(replace(small, ranks=tuple(range(8))), links.machine("h100", per_host=4)) != timing.collective(
+        replace(small, ranks=tuple(range(8))), links.machine("h100")
+    )
+
+
+def test_ways() -> None:
+    """Four devices for a model that needs two: each way's numbers against the rows they come from."""
+    of = study()
+    found = {w.name: w for w in ways(of)}
+    one, two, four = (of.rows[n] for n in (1, 2, 4))
+    assert found["tp=4, as asked"].one == found["tp=4, as asked"].every == four.decode.tokens_per_second
+    pair = found["2 replicas of tp=2"]
+    assert (pair.one, pair.every) == (two.decode.tokens_per_second, 2 * two.decode.tokens_per_second)
+    assert pair.largest == max(m.total for m in two.memory)
+    stages = found["4 pipeline stages"]
+    assert stages.one < one.decode.tokens_per_second  # the messages between stages come on top
+    assert stages.every == 4 * stages.one
+    assert stages.fits
+    assert not one.fits(of.size)
+    lighter = found["4 bits, tp=1, 4 replicas"]
+    assert one.decode.tokens_per_second < lighter.one < 16 / 4.5 * one.decode.tokens_per_second
+    assert "8 bits, tp=1" not in " ".join(found)  # 75 GB do not leave a tenth of 80 GB
+    offload = found["1 device and offload"]
+    away = of.rows[1].memory[0].total - 0.9 * of.size
+    assert 1 / offload.one > away / links.LINKS["pcie5"].bandwidth
+    assert all(w.fits for w in found.values())
+    full, batch = fullest(of, four)
+    held = memory.serving(four.plan, of.model.heads, batch, 4096)
+    assert all(m.total - m.activations - m.buffers <= 0.9 * of.size for m in held)
+    assert full == four.by_batch[BATCHES.index(batch)].tokens_per_second
+
+
+def test_windows_end_the_growth_of_the_cache() -> None:
+    """A model of which every layer keeps a window fits at any context."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    cfg = MistralConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=4, vocab_size=64, sliding_window=9, **heads)
+    of = Study.of(cfg, derive(cfg, 2), links.machine("cpu"), Question(memory=1e8), others=(1,))
+    assert of.row.largest_context == memory.LONGEST
+    assert "any context fits" in said(of, "fit")
+    assert "4 of 4 layers keep a window of 9 tokens" in said(of, "shape")
+    assert max(m.cache for m in of.row.memory) == 8 * 4 * 2 * 32 * 2
+
+
+def test_a_training_verdict_speaks_of_training() -> None:
+    of = study("llama-3-8b", 4, train=True)
+    assert "A step of 4,096 tokens takes" in said(of, "training")
+    assert "FSDP over the same 4 devices" in said(of, "training")
+    assert said(of, "decoding") == said(of, "prefill") == said(of, "take") == ""
+    weights, split, even = fully_sharded(of)
+    assert even == pytest.approx(4096 * weights / split)

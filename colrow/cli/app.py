@@ -64,10 +64,13 @@ def plan(
     link: Annotated[
         str, typer.Option(help="nvlink4, pcie5, ndr, 10gbe, shm, ..., or a measured preset.", show_default="that of the device")
     ] = "",
+    between: Annotated[str, typer.Option(help="What joins hosts: ndr, hdr, 100gbe, ...")] = "ndr",
+    per_host: Annotated[int, typer.Option(min=0, help="Devices of one host.", show_default="as many as the link joins")] = 0,
     memory: Annotated[str, typer.Option(help="Memory of one device, such as 8GB.", show_default="that of the device")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     seq: Annotated[int, typer.Option(min=1, help="Tokens of each sequence.")] = 4096,
     train: Annotated[bool, typer.Option("--train", help="Also a training step.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Also every parameter, and memory and traffic of each rank.")] = False,
     plan_file: PlanFile = None,
     dtype: Dtype = "auto",
     trust_remote_code: Trust = False,
@@ -81,7 +84,7 @@ def plan(
     known = shapes.known(model) and not Path(model).exists()
     files = None if known else find(model, trust_remote_code, weights=False)
     check_dtype(dtype)
-    machine = links.machine(device, link)
+    machine = links.machine(device, link, between, per_host)
     with ending_at_once():
         from . import plan as command
 
@@ -90,7 +93,7 @@ def plan(
     if why is not None:
         command.explain(made, why, batch * seq, command.the_dtype(dtype, config).itemsize)
         return
-    command.show(model, config, made, dtype, machine, Asked(batch, seq, train, room), html_file)
+    command.show(model, config, made, dtype, machine, Asked(batch, seq, train, room), html_file, full)
 
 
 @app.command()

@@ -12,17 +12,17 @@ from ..api import the_dtype
 from ..engine import exchange
 from ..engine.settings import Sampling
 from ..errors import UserError
-from ..planning import cost, memory, price, sequence, verdict
+from ..planning import cost, memory, price, sequence, verdict, ways
 from ..planning.derive import check_made_for
 from ..planning.links import Machine
 from ..planning.models import generates, require_text
 from ..planning.plan import Plan
 from ..planning.study import Question, Study
 from ..planning.study import Sampling as Sampler
+from ..planning.verdict import amount
 from ..planning.why import runs
 from .options import Asked
 from .screen import say, write
-from .units import nbytes
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,10 @@ def explain(plan: Plan, name: str, tokens: int, dtype_bytes: int) -> None:
         say(line if line.endswith(":") else textwrap.fill(line, 110, initial_indent="    ", subsequent_indent="      "))
 
 
-def show(name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: Machine, asked: Asked, html_file: Path | None) -> None:
+def show(
+    name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: Machine, asked: Asked, html_file: Path | None, full: bool = False
+) -> None:
+    """The verdict and what it rests on; with `full` also every parameter, what a rank holds, and what moves."""
     size = the_dtype(dtype, config).itemsize
     if asked.train:
         require_text(config, "plan --train")
@@ -59,13 +62,66 @@ def show(name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: M
         return
     question = Question(asked.batch, asked.seq, asked.train, size, asked.memory)
     study = Study.of(config, plan, machine, question, sampling(config), lambda p: _kept(config, p, asked, the_dtype(dtype, config)))
-    say(f"{plan}\n")
-    for line in (*memory_lines(study), "", *traffic_lines(study), *time_lines(study), "", *verdict_lines(study)):
+    if full:
+        say(f"{plan}\n")
+        for line in (*memory_lines(study), "", *traffic_lines(study)):
+            say(line)
+    for line in (*head_lines(study), "", *time_lines(study), *way_lines(study), "", *verdict_lines(study)):
         say(line)
+    if not full:
+        say("")
+        say("more: --full (every parameter, memory and traffic of each rank), --why NAME (the reason of one), --html F (all as a page)")
     if html_file is not None:
         from ..report.page import page
 
         write(html_file, page(name, study), "--html plan.html")
+
+
+def head_lines(study: Study) -> list[str]:
+    """What was asked, what a rank holds and what a token moves, in three lines."""
+    plan, row, q = study.row.plan, study.row, study.question
+    whole = memory.parameters_of(plan)
+    count = f"{whole / 1e9:,.1f} billion" if whole >= 1e9 else f"{whole / 1e6:,.0f} million"
+    device = study.machine.device
+    count_of = "" if plan.ranks == 1 else f"{plan.ranks} ranks of " if device.shared else f"{plan.ranks} x "
+    devices, joined = count_of + device.words, f", {study.machine.joins(plan.ranks).words}" if plan.ranks > 1 else ""
+    work = "training on" if q.train else "serving"
+    first = f"{plan.architecture}, {count} parameters, on {devices}{joined}: {work} {q.batch} x {q.context:,} tokens"
+    sizes = cost.parameter_bytes(plan, q.dtype_bytes)
+    each = f"{amount(min(sizes))} to {amount(max(sizes))}" if min(sizes) != max(sizes) else amount(max(sizes))
+    of = f" of {amount(whole * q.dtype_bytes)}" if plan.ranks > 1 else ""
+    lines = [
+        first,
+        f"  each rank holds {each}{of} of weights at {q.dtype_bytes} bytes, {amount(max(row.cache_per_token))} of cache a token",
+    ]
+    blocks = cost.total(row.traffic, "ring", "blocks")
+    if blocks.calls:
+        text = f"  a decoded token makes {blocks.calls} collectives in the blocks, {amount(blocks.logical_bytes)}; a ring sends"
+        lines.append(f"{text} {amount(blocks.sent)} from each rank")
+    return lines
+
+
+def way_lines(study: Study) -> list[str]:
+    """The same devices used otherwise."""
+    found = ways.ways(study)
+    if len(found) < 2 or study.question.train:
+        return []
+    head = ("", "one answer", "all together", "fullest device", "", "memory filled", "sequences each")
+    rows = [head]
+    for way in found:
+        rates = (f"{verdict.number(way.one)}/s", f"{verdict.number(way.every)}/s")
+        filled = (f"{verdict.number(way.full)}/s", f"{way.batch:,}") if way.batch and way.fits else ("", "")
+        rows.append((way.name, *rates, amount(way.largest), "" if way.fits else "too much", *filled))
+    return [
+        "",
+        f"the same {study.ranks} devices used otherwise: decoded tokens a second, batch {study.question.batch} each",
+        *_columns(rows),
+    ]
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(r[c]) for r in rows) for c in range(len(rows[0]))]
+    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows]
 
 
 def _kept(config: PreTrainedConfig, plan: Plan, asked: Asked, dtype: torch.dtype) -> list[int]:
@@ -104,21 +160,21 @@ def memory_lines(study: Study) -> list[str]:
     parameters = cost.parameter_bytes(row.plan, q.dtype_bytes)
     each: dict[str, list[int]] = {}
     for rank, held in enumerate(row.memory):
-        cache = f"{nbytes(row.cache_per_token[rank])} of KV cache a token"
-        text = f"{nbytes(parameters[rank])} of parameters, {cache}, {nbytes(held.total)} in all"
+        cache = f"{amount(row.cache_per_token[rank])} of KV cache a token"
+        text = f"{amount(parameters[rank])} of parameters, {cache}, {amount(held.total)} in all"
         each.setdefault(text, []).append(rank)
     lines = [f"in memory, at {q.dtype_bytes} bytes an element, {q.batch} x {q.context:,} tokens"]
     lines += [f"  rank{'s' * (len(ranks) > 1)} {runs(ranks)}: {text}" for text, ranks in each.items()]
     if row.training:
         held = max(row.training, key=lambda m: m.total)
-        parts = f"gradients {nbytes(held.gradients)}, AdamW {nbytes(held.optimizer)}, activations {nbytes(held.activations)}"
-        lines.append(f"  training: {nbytes(held.total)} a rank: {parts}")
+        parts = f"gradients {amount(held.gradients)}, AdamW {amount(held.optimizer)}, activations {amount(held.activations)}"
+        lines.append(f"  training: {amount(held.total)} a rank: {parts}")
         sizes = [getattr(study.config, key, 0) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")]
         if all(sizes):
             layers, hidden, heads = sizes
             at = (q.context, q.batch, hidden, heads, row.ranks)
             plain, parallel = (layers * memory.activations_of_layer(*at, sp, "selective") for sp in (False, True))
-            words = f"{nbytes(plain)}, with sequence parallelism {nbytes(parallel)}"
+            words = f"{amount(plain)}, with sequence parallelism {amount(parallel)}"
             lines.append(f"  activations of a GPT of this size by Korthikanti's formulas, scores not kept: {words}")
     return lines
 
@@ -155,17 +211,21 @@ def traffic_lines(study: Study) -> list[str]:
 
 
 def time_lines(study: Study) -> list[str]:
-    device, link = study.machine.device, study.machine.link
-    lines = [f"in time, by a model of latency and bandwidth: {device.words} ({device.source}), {link.words}"]
-    head = ("tp", "decode tokens/s", "limit", "prefill tokens/s", "limit", "largest rank", "context that fits")
-    rows: list[tuple[str, ...]] = [head + (("step", "limit") if study.question.train else ())]
+    device, link, q = study.machine.device, study.machine.link, study.question
+    reached = f"{100 * device.efficiency[0]:.0f} % of its {amount(device.read)}/s and {100 * device.efficiency[1]:.0f} % of its products"
+    taken = "as measured" if device.efficiency == (1.0, 1.0) else f"{reached} taken as reached"
+    said = f"by degree, predicted for {device.words} ({taken}) and {link.words}; in brackets what takes longest"
+    lines = textwrap.wrap(said, 110, subsequent_indent="  ")
+    head = ("tp", "decode tokens/s", "prefill tokens/s", "fullest rank", "context that fits")
+    rows: list[tuple[str, ...]] = [head + (("a step",) if q.train else ())]
     for n, row in study.rows.items():
         largest = max(m.total for m in row.training or row.memory)
-        cells: tuple[str, ...] = (f"{n}{'  <' if n == study.ranks else ''}", f"{row.decode.tokens_per_second:,.1f}", row.decode.rules)
-        cells += (f"{row.prefill.tokens_per_second:,.0f}", row.prefill.rules, nbytes(largest), f"{row.largest_context:,}")
-        rows.append(cells + ((f"{row.step.total:.3g} s", row.step.rules) if row.step else ()))
-    widths = [max(len(r[c]) for r in rows) for c in range(len(rows[0]))]
-    return [*lines, *("  " + "  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows)]
+        room = "any" if row.largest_context == memory.LONGEST else f"{row.largest_context:,}" if row.largest_context else "none"
+        times = (f"{verdict.number(t.tokens_per_second)} ({t.rules})" for t in (row.decode, row.prefill))
+        cells: tuple[str, ...] = (f"{n}{'  <' if n == study.ranks else ''}", *times)
+        cells += (amount(largest) + ("" if row.fits(study.size) else ", too much"), room)
+        rows.append(cells + ((f"{verdict.number(row.step.total)} s ({row.step.rules})",) if row.step else ()))
+    return [*lines, *_columns(rows)]
 
 
 def verdict_lines(study: Study) -> list[str]:

@@ -10,7 +10,8 @@ Not here: what a plan makes of them (timing.py).
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,6 +27,7 @@ _TCP = "latency: 25 µs a message over TCP, a common value for kernel sockets in
 @dataclass(frozen=True)
 class Link:
     """One collective takes `start` + steps * `hop` + bytes sent / `bandwidth` seconds. `domain`: most ranks it joins; 0 = any number.
+    `each`: every device has an adapter of its own, so that a host's ranks send side by side; else they share the host's.
     `times`: measured instead, (bytes, seconds) of all-reduces among `among` ranks, by rising size."""
 
     name: str
@@ -38,6 +40,7 @@ class Link:
     algorithms: tuple[Algorithm, ...] = ("ring", "tree")
     times: tuple[tuple[int, float], ...] = ()
     among: int = 0
+    each: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,24 @@ def _nvlink(name: str, words: str, gigabytes: float, source: str, domain: int = 
     return Link(name, words, gigabytes * 1e9, 0.6e-6, 6.6e-6, f"{source}; {_NCCL}", domain, ("ring", "tree", "one-shot", "two-shot"))
 
 
+def _ethernet(name: str, words: str, bandwidth: float, hop: float, start: float, latency: str) -> Link:
+    return Link(name, words, bandwidth, hop, start, f"IEEE 802.3; {latency}", each=False)
+
+
 LINKS: dict[str, Link] = {
     link.name: link
     for link in (
-        _nvlink("nvlink3", "NVLink 3 (A100)", 300, "NVIDIA A100 data sheet: 600 GB/s, both directions"),
-        _nvlink("nvlink4", "NVLink 4 (H100, H200)", 450, "NVIDIA H100 data sheet: 900 GB/s, both directions"),
-        _nvlink("nvlink5", "NVLink 5 (B200)", 900, "NVIDIA Blackwell data sheet: 1.8 TB/s, both directions"),
+        _nvlink("nvlink3", "NVLink 3", 300, "NVIDIA A100 data sheet: 600 GB/s, both directions"),
+        _nvlink("nvlink4", "NVLink 4", 450, "NVIDIA H100 data sheet: 900 GB/s, both directions"),
+        _nvlink("nvlink5", "NVLink 5", 900, "NVIDIA Blackwell data sheet: 1.8 TB/s, both directions"),
         Link("pcie4", "PCIe 4.0 x16", 31.5e9, 1e-6, 6.6e-6, f"PCI-SIG: 16 GT/s, 128b/130b, 16 lanes; {_NCCL}", 8),
         Link("pcie5", "PCIe 5.0 x16", 63e9, 1e-6, 6.6e-6, f"PCI-SIG: 32 GT/s, 128b/130b, 16 lanes; {_NCCL}", 8),
         Link("hdr", "InfiniBand HDR", 25e9, 2.7e-6, 6.6e-6, f"IBTA: 200 Gbit/s; {_NCCL}"),
         Link("ndr", "InfiniBand NDR", 50e9, 2.7e-6, 6.6e-6, f"IBTA: 400 Gbit/s; {_NCCL}"),
-        Link("100gbe", "100 Gbit Ethernet", 12.5e9, 10e-6, 10e-6, "IEEE 802.3; latency: assumed for RoCE, not measured here"),
-        Link("25gbe", "25 Gbit Ethernet", 3.125e9, 25e-6, 20e-6, f"IEEE 802.3; {_TCP}"),
-        Link("10gbe", "10 Gbit Ethernet", 1.25e9, 25e-6, 20e-6, f"IEEE 802.3; {_TCP}"),
-        Link("1gbe", "1 Gbit Ethernet", 0.125e9, 25e-6, 20e-6, f"IEEE 802.3; {_TCP}"),
+        _ethernet("100gbe", "100 Gbit Ethernet", 12.5e9, 10e-6, 10e-6, "latency: assumed for RoCE, not measured here"),
+        _ethernet("25gbe", "25 Gbit Ethernet", 3.125e9, 25e-6, 20e-6, _TCP),
+        _ethernet("10gbe", "10 Gbit Ethernet", 1.25e9, 25e-6, 20e-6, _TCP),
+        _ethernet("1gbe", "1 Gbit Ethernet", 0.125e9, 25e-6, 20e-6, _TCP),
         Link("shm", "shared memory", 12e9, 2e-6, 8e-6, "measured on two cores of a Xeon", 0, ("one-shot", "two-shot")),
     )
 }
@@ -99,23 +106,30 @@ DEVICES: dict[str, Device] = {
 }
 
 USUAL_LINK = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5", "rtx5090": "pcie5", "cpu": "shm"}
-BEYOND = "ndr"  # joins the domains of a link
+BEYOND = "ndr"  # joins hosts, where nothing else is said
 Preset = TypeVar("Preset", Link, Device)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind and what joins them."""
+    """Devices of one kind, what joins those of one host (`per_host` of them, 0: as many as the link joins), and what joins hosts."""
 
     device: Device
     link: Link
+    between: Link = LINKS[BEYOND]
+    per_host: int = 0
+
+    @property
+    def domain(self) -> int:
+        """Devices that meet without leaving their host; 0: any number."""
+        return self.per_host or self.link.domain
+
+    def hosts(self, ranks: int) -> int:
+        return ceil(ranks / self.domain) if self.domain else 1
 
     def joins(self, ranks: int) -> Link:
-        """The link that `ranks` ranks meet at: beyond its domain InfiniBand, which is never quicker than what leads to it."""
-        if not self.link.domain or ranks <= self.link.domain:
-            return self.link
-        beyond = LINKS[BEYOND]
-        return replace(beyond, bandwidth=min(beyond.bandwidth, self.link.bandwidth))
+        """The link that limits `ranks` ranks: the slowest on their way."""
+        return self.link if self.hosts(ranks) == 1 else self.between
 
 
 def link(name: str) -> Link:
@@ -132,12 +146,11 @@ def usual_link(of: Device) -> Link:
     return LINKS[USUAL_LINK.get(of.name, "pcie4")]
 
 
-def machine(of_device: str, of_link: str = "") -> Machine:
+def machine(of_device: str, of_link: str = "", between: str = BEYOND, per_host: int = 0) -> Machine:
     """Presets by name; without a link, the one that is usual for the device (a measured preset's own)."""
     found = device(of_device)
-    if of_link:
-        return Machine(found, link(of_link))
-    return Machine(found, link(of_device) if Path(of_device).is_file() else usual_link(found))
+    usual = link(of_device) if Path(of_device).is_file() else usual_link(found)
+    return Machine(found, link(of_link) if of_link else usual, link(between), per_host)
 
 
 def _preset(name: str, known: dict[str, Preset], kind: type[Preset], word: str) -> Preset:

@@ -2,15 +2,16 @@
 
 One pass takes max(bytes read / bandwidth, products / flops) on the slowest rank (their sum on a CPU, where a product reads its matrix and
 then multiplies), plus for each collective `start` + steps * `hop` + bytes sent / bandwidth with the best algorithm that the link has;
-collectives do not overlap with work. Where a machine was measured, what ops between products cost comes on top. Efficiencies come with
-the device (links.py). What the model is, beside its plan, is in workload.py. Not here: what follows from it (verdict.py).
+collectives do not overlap with work, and over several hosts go through both links. Where a machine was measured, what ops between
+products cost comes on top. Efficiencies come with the device (links.py). What the model is, beside its plan, is in workload.py. Not here:
+what follows from it (verdict.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import ceil, log2, prod
 from typing import Literal
 
 from . import cost, kept, wire
@@ -57,15 +58,31 @@ class Time:
         return max(self.parts, key=lambda part: self.parts[part])
 
 
-def collective(found: cost.Predicted, link: Link) -> tuple[float, float]:
-    """Seconds of latency and of moving bytes, with the quickest algorithm of the link."""
-    n, ways = len(found.ranks), []
+def collective(found: cost.Predicted, machine: Machine) -> tuple[float, float]:
+    """Seconds of latency and of moving bytes, with the quickest algorithm of the link; of both links over several hosts."""
+    n, link = len(found.ranks), machine.link
+    if machine.hosts(n) > 1:
+        return _over_hosts(found, machine)
     if link.times and n == link.among:
         return _measured(found, link)
+    ways = []
     for algorithm in link.algorithms:
         steps = wire.steps(algorithm, found.op, n)
         ways.append((found.calls * (link.start + steps * link.hop), found.moved_bytes(algorithm) / link.bandwidth))
     return min(ways, key=sum)
+
+
+def _over_hosts(found: cost.Predicted, machine: Machine) -> tuple[float, float]:
+    """A ring through all devices, or chains inside hosts and a tree between them, as NCCL weighs them (src/graph/tuning.cc). Rings run side
+    by side, one for each of a host's adapters; bytes go at the pace of the slower link."""
+    n, hosts = len(found.ranks), machine.hosts(len(found.ranks))
+    inside, between, each = machine.link, machine.between, ceil(n / hosts)
+    start, twice = max(inside.start, between.start), 2 if found.op == "all_reduce" else 1
+    rate = min(inside.bandwidth, between.bandwidth * (each if between.each else 1))
+    ring = twice * ((n - 1 - (hosts - 1)) * inside.hop + hosts * between.hop)
+    tree = twice * ((each - 1) * inside.hop + ceil(log2(hosts)) * between.hop)
+    moving = found.moved_bytes("ring") / rate
+    return min((found.calls * (start + ring), moving), (found.calls * (start + tree), moving * n / (n - 1)), key=sum)
 
 
 def _measured(found: cost.Predicted, link: Link) -> tuple[float, float]:
@@ -86,7 +103,7 @@ def collectives(found: Iterable[cost.Predicted], machine: Machine) -> tuple[floa
     for p in found:
         key = (p.op, p.calls, p.logical_bytes, len(p.ranks))
         if key not in seen:
-            seen[key] = collective(p, machine.joins(len(p.ranks)))
+            seen[key] = collective(p, machine)
         latency, moving = latency + seen[key][0], moving + seen[key][1]
     return latency, moving
 

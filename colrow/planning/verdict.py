@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from . import cost
+from . import cost, memory
 from .links import LINKS, Link, Machine
 from .study import BATCHES, Row, Study
-from .timing import Time, collectives
+from .timing import Time, collective, collectives
+from .ways import fullest, fully_sharded, ways
 
 
 @dataclass(frozen=True)
@@ -23,32 +24,60 @@ class Say:
 
 
 def verdict(study: Study) -> list[Say]:
-    return [*_fit(study), *_speed(study), *_limits(study), *_ways_out(study), *_shape(study)]
+    return [*_advice(study), *_fit(study), *_speed(study), *_training(study), *_limits(study), *_ways_out(study), *_shape(study)]
 
 
-def gigabytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count < 100e9 else f"{count / 1e9:.0f} GB"
+def amount(count: float) -> str:
+    """Bytes as data sheets and networks count them: "16.4 kB", "35.3 GB"."""
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def _advice(study: Study) -> Iterator[Say]:
+    """Which degree, in one sentence each for one answer and for many."""
+    if study.question.train:
+        return
+    fitting = [row for row in study.rows.values() if row.fits(study.size)]
+    if not fitting:
+        return
+    quickest = max(fitting, key=lambda r: r.decode.tokens_per_second)
+    enough = next((r for r in fitting if r.decode.tokens_per_second >= 0.95 * quickest.decode.tokens_per_second), quickest)
+    busiest = max(fitting, key=lambda r: fullest(study, r)[0] / r.ranks)
+    text = f"for the quickest answer tp={enough.ranks} ({rate(enough.decode)} at batch {study.question.batch})"
+    if enough is busiest:
+        text += ", which also makes the most of each device"
+    elif not study.machine.device.shared:
+        rates, batch = fullest(study, busiest)
+        each = f"{number(rates / busiest.ranks)} tokens/s a device, {batch} sequences at once"
+        text += f"; for the most tokens in all tp={busiest.ranks}, in replicas ({each})"
+    yield Say("take", f"Of the degrees that fit, {text}.")
 
 
 def _fit(study: Study) -> Iterator[Say]:
     q, row, smallest = study.question, study.row, study.smallest_that_fits
     what = f"Training on {q.batch} x {q.context:,} tokens" if q.train else f"Serving {q.batch} x {q.context:,} tokens"
     needed = max((m.total for m in row.training or row.memory), default=0)
-    size = gigabytes(study.size)
+    size = amount(study.size)
     if smallest is None:
         yield Say(
             "fit",
             f"{what} fits into no split up to {max(study.rows)} devices of {size}; the largest rank of tp={row.ranks} "
-            f"needs {gigabytes(needed)}.",
+            f"needs {amount(needed)}.",
         )
     elif smallest == 1:
         yield Say("fit", f"{what} fits on one device of {size}: no split is needed to fit.")
     else:
         yield Say("fit", f"{what} needs a split: tp={smallest} is the smallest that fits devices of {size}.")
-    if row.ranks != smallest or smallest == 1:
+    if row.ranks > 1 or smallest != 1:
         word = "fits" if row.fits(study.size) else "does not fit"
-        yield Say("fit", f"At tp={row.ranks} the largest rank needs {gigabytes(needed)} of {size}, which {word} (a tenth is left free).")
-    if row.largest_context > 0 and not q.train:
+        yield Say("fit", f"At tp={row.ranks} the largest rank needs {amount(needed)} of {size}, which {word} (a tenth is left free).")
+    if row.largest_context == memory.LONGEST:
+        yield Say("fit", f"At tp={row.ranks} the cache does not grow: any context fits for batch {q.batch}.")
+    elif row.largest_context > 0 and not q.train:
         longest = getattr(study.config, "max_position_embeddings", None)
         beyond = f", more than the model's {longest:,}" if longest and row.largest_context > longest else ""
         yield Say("fit", f"At tp={row.ranks} up to {row.largest_context:,} tokens of context fit for batch {q.batch}{beyond}.")
@@ -58,25 +87,30 @@ def _speed(study: Study) -> Iterator[Say]:
     best_decode = max(study.rows.values(), key=lambda r: r.decode.tokens_per_second)
     best_prefill = max(study.rows.values(), key=lambda r: r.prefill.tokens_per_second)
     for word, best, pick in (("decoding", best_decode, "decode"), ("prefill", best_prefill, "prefill")):
-        if study.ranks == 1:
+        if study.ranks == 1 or study.question.train:
             continue
         here: Time = getattr(study.row, pick)
         alone: Time = getattr(study.rows[1], pick) if 1 in study.rows else here
         gain = here.tokens_per_second / alone.tokens_per_second
         first = all(m.fits(study.size) for m in study.rows[1].memory) if 1 in study.rows else True
-        than = "one device" if first else "one device, were it large enough"
-        text = f"tp={study.ranks} gives {rate(here)}, {gain:.2g} times {than} ({rate(alone)}); {reason(here)}."
+        than = "one device does" if first else "one device would, were it large enough"
+        text = f"tp={study.ranks} makes {rate(here)}, {gain:.2g} times what {than} ({rate(alone)}); {reason(here)}."
         if gain < 1:
             text += " A split for speed does not pay here."
         elif best.ranks not in (study.ranks, 1):
-            text += f" tp={best.ranks} would be the fastest, {rate(getattr(best, pick))}."
+            text += f" tp={best.ranks} would be the fastest, with {rate(getattr(best, pick))}."
         yield Say(word, text)
     if study.machine.device.shared and study.ranks > 1:
         yield Say("speed", "The ranks share one memory bus: two processes on it gain capacity per process, not speed.")
 
 
 def rate(time: Time) -> str:
-    return f"{time.tokens_per_second:,.3g} tokens/s" if time.tokens_per_second < 1000 else f"{time.tokens_per_second:,.0f} tokens/s"
+    return f"{number(time.tokens_per_second)} tokens/s"
+
+
+def number(value: float) -> str:
+    """Three digits, none of them lost: "0.0123", "66.1", "1,410"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def reason(time: Time) -> str:
@@ -96,6 +130,10 @@ def reason(time: Time) -> str:
 def _limits(study: Study) -> Iterator[Say]:
     row, link = study.row, study.machine.joins(study.ranks)
     if row.ranks == 1:
+        return
+    if study.machine.hosts(row.ranks) > 1:
+        yield from _hosts(study)
+    if study.question.train:
         return
     t = row.decode
     sent = cost.total(row.traffic, "ring", "blocks")
@@ -117,81 +155,105 @@ def _limits(study: Study) -> Iterator[Say]:
         yield Say(
             "break-even", f"tp={row.ranks} decodes faster than one device at batch {pays[0]} to {pays[-1]} (of 1 to {BATCHES[-1]:,})."
         )
-    domain = study.machine.link.domain
-    if domain and row.ranks > domain:
-        yield Say(
-            "link", f"{study.machine.link.words} joins {domain} devices: tp={row.ranks} leaves that domain and meets at {link.words}."
-        )
-    others = (LINKS[name] for name in ("pcie4", "100gbe", "10gbe", "1gbe"))
-    slower = [o for o in others if o.bandwidth < link.bandwidth and (not o.domain or row.ranks <= o.domain)]
+    others = [LINKS[name] for name in ("pcie4", "100gbe", "10gbe", "1gbe")]
+    slower = [o for o in others if o.bandwidth < link.bandwidth and (not o.domain or study.machine.hosts(row.ranks) == 1)]
     if slower and not study.machine.device.shared:
-        costs = (f"{_over(study, other, t):,.3g} and {_over(study, other, row.prefill):,.0f} over {other.words}" for other in slower)
+        costs = (f"{number(_over(study, o, t))} and {number(_over(study, o, row.prefill))} over {o.words}" for o in slower)
         yield Say("link", f"The same split over other links, tokens/s decoding and prefill: {'; '.join(costs)}.")
 
 
+def _hosts(study: Study) -> Iterator[Say]:
+    """What it costs to leave a host: the same all-reduce inside one and between several, and the widest split that stays inside."""
+    machine, row = study.machine, study.row
+    found = next((p for p in row.traffic if p.op == "all_reduce" and p.section == "blocks"), None)
+    inside = max((n for n in study.rows if machine.hosts(n) == 1), default=0)
+    if found is None or not inside:
+        return
+    least = replace(found, ranks=tuple(range(inside)))
+    far, near = (1e6 * sum(collective(p, machine)) / p.calls for p in (found, least))
+    gains = []
+    for word, pick in (("decoding", "decode"), ("prefill", "prefill")):
+        here, there = (getattr(r, pick).tokens_per_second for r in (row, study.rows[inside]))
+        gains.append(f"{word} {100 * (here / there - 1):+.0f} %")
+    yield Say(
+        "link",
+        f"tp={row.ranks} leaves its host: {machine.hosts(row.ranks)} hosts of {machine.domain} devices, {machine.link.words} inside and "
+        f"{machine.between.words} between. An all-reduce of {found.logical_bytes // found.calls:,} bytes takes {far:.3g} µs, inside one "
+        f"host at tp={inside} {near:.3g} µs. Against tp={inside} the {row.ranks // inside} times as many devices give {', '.join(gains)}.",
+    )
+
+
 def _over(study: Study, link: Link, time: Time) -> float:
-    """Tokens per second of a pass whose collectives go over another link; decoding or prefill, as its tokens tell."""
-    q = study.question
+    """Tokens per second of a pass whose collectives go over another link (between hosts, where there are several)."""
+    q, machine = study.question, study.machine
     found = (
         study.row.traffic if time is study.row.decode else cost.predict(study.row.plan, q.batch, q.context, "prefill", q.dtype_bytes, False)
     )
-    latency, moving = collectives(found, Machine(study.machine.device, replace(link, domain=0)))
+    far = machine.hosts(study.ranks) > 1
+    latency, moving = collectives(found, replace(machine, between=link) if far else Machine(machine.device, replace(link, domain=0)))
     return replace(time, latency=latency, moving=moving).tokens_per_second
 
 
-def _ways_out(study: Study) -> Iterator[Say]:
-    """Other uses of the same number of devices."""
-    n, row, smallest = study.ranks, study.row, study.smallest_that_fits
-    if n == 1:
+def _training(study: Study) -> Iterator[Say]:
+    row, q = study.row, study.question
+    if row.step is None:
         return
-    if smallest is not None and smallest < n and n % smallest == 0 and not study.machine.device.shared:
-        fewer = study.rows[smallest]
-        together = n // smallest * fewer.decode.tokens_per_second
+    tokens = q.batch * q.context
+    text = f"A step of {tokens:,} tokens takes {number(row.step.total)} s at tp={row.ranks}, {rate(row.step)}; {reason(row.step)}."
+    best = max(study.rows.values(), key=lambda r: r.step.tokens_per_second / r.ranks if r.step and r.fits(study.size) else 0.0)
+    if best.step is not None and best.fits(study.size) and best.ranks != row.ranks:
+        text += f" Most tokens a device: tp={best.ranks}, {number(best.step.tokens_per_second / best.ranks)} tokens/s each."
+    yield Say("training", text)
+    largest = max(row.training, key=lambda m: m.total)
+    if not row.fits(study.size) and largest.total - largest.activations <= study.size * (1 - memory.RESERVE):
         yield Say(
-            "instead",
-            f"{n // smallest} replicas of tp={smallest} serve {together:,.3g} tokens/s in all at batch {study.question.batch} each, where "
-            f"tp={n} serves {row.decode.tokens_per_second:,.3g}: replicas for throughput, the split for the time of one answer.",
+            "training",
+            f"Without activations the largest rank would need {amount(largest.total - largest.activations)}, which fits: recompute them "
+            f"(gradient checkpointing), or take fewer tokens a step and accumulate.",
         )
-    slow = row.decode.latency + row.decode.moving > max(row.decode.reading, row.decode.computing)
-    if slow:
-        hop = study.machine.joins(n)
-        steps = (n - 1) * (hop.start + hop.hop)
-        stage = study.rows[1].decode.total + steps
+    elif not row.fits(study.size):
+        state = largest.gradients + largest.optimizer
         yield Say(
-            "instead",
-            f"Over {hop.words} collectives take longer than the work between them. {n} pipeline stages would pass {n - 1} small messages a "
-            f"token: {study.question.batch / stage:,.3g} tokens/s for one answer, and all stages busy with {n} of them.",
+            "training",
+            f"Gradients and AdamW take {amount(state)} of a rank's {amount(largest.total)}: they would have to be spread over more devices "
+            f"(FSDP, ZeRO), or LoRA trained instead.",
         )
-    if study.question.train:
-        moved = cost.total(cost.fully_sharded(row.plan, study.question.dtype_bytes)).sent
-        step = cost.total(p for phase in cost.STEP for p in cost.predict(row.plan, *_at(study), phase, study.question.dtype_bytes)).sent
+    if row.ranks > 1:
+        moved, step, even = fully_sharded(study)
         yield Say(
-            "instead",
-            f"FSDP over {n} devices holds the same share of parameters and optimizer; with rings each rank sends {gigabytes(moved)} a step "
-            f"whatever the batch, this split {gigabytes(step)} for {study.question.batch} x {study.question.context:,} tokens.",
-        )
-    elif smallest is None or smallest > 1:
-        whole = study.rows[1].memory[0]
-        for bits, share in ((8, 0.53), (4, 0.28)):
-            if whole.total - whole.parameters * (1 - share) <= study.size * 0.9:
-                yield Say("instead", f"Quantized to {bits} bits (scales included) the model fits on one device of {gigabytes(study.size)}.")
-                break
-        yield Say(
-            "instead",
-            "Offload to host memory reads the rest of the weights over PCIe for every token: slower by the ratio of the bandwidths.",
+            "training",
+            f"FSDP over the same {row.ranks} devices holds as little; with rings each rank sends {amount(moved)} a step whatever the "
+            f"batch, this split {amount(step)} for {tokens:,} tokens: from {even:,.0f} tokens a step on FSDP moves less, and it needs a "
+            f"sequence for every device.",
         )
 
 
-def _at(study: Study) -> tuple[int, int]:
-    return study.question.batch, study.question.context
+def _ways_out(study: Study) -> Iterator[Say]:
+    """What the other uses of the same devices (ways.py) come to."""
+    found = ways(study)
+    if len(found) < 2 or study.question.train:
+        return
+    asked, fitting = found[0], [w for w in found if w.fits]
+    if not fitting:
+        return
+    one, every = max(fitting, key=lambda w: w.one), max(fitting, key=lambda w: w.full)
+    if one is asked:
+        text = f"No other way to use these {study.ranks} devices answers one batch sooner"
+    else:
+        text = f"One batch is answered soonest by {one.name}: {number(one.one)} tokens/s against {number(asked.one)}"
+    if every.full > asked.full:
+        text += f"; memory filled with sequences, most tokens in all come from {every.name}: {number(every.full)} "
+        text += f"tokens/s against {number(asked.full)}"
+    yield Say("instead", f"{text}.")
 
 
 def _shape(study: Study) -> Iterator[Say]:
     row = study.row
     kv = {a.kv.size for a in row.plan.attention}
-    if kv and row.ranks > min(kv):
+    if kv and all(h.cut for h in study.model.heads) and row.ranks > min(kv):
         heads = min(kv)
         yield Say("shape", f"tp={row.ranks} above the number of KV groups copies KV heads: the cache stops shrinking at {heads}.")
+    yield from _kept(study)
     uneven = _uneven(row)
     if uneven > 1.01:
         yield Say(
@@ -206,6 +268,20 @@ def _shape(study: Study) -> Iterator[Say]:
             "shape",
             f"Whole on every rank: {', '.join(whole[:3])}{' ...' if len(whole) > 3 else ''}.",
         )
+
+
+def _kept(study: Study) -> Iterator[Say]:
+    """What is unusual about the cache."""
+    heads, q = study.model.heads, study.question
+    latent = [h for h in heads if not h.cut]
+    if latent:
+        size = sum((h.key + h.value) * h.kv for h in latent) * q.dtype_bytes
+        yield Say("shape", f"Attention keeps a latent of {size:,} bytes a token, whole on every rank: the cache does not shrink with tp.")
+    windows = sorted({h.window for h in heads if h.window})
+    if windows:
+        those = ", ".join(f"{w:,}" for w in windows)
+        count = sum(h.window > 0 for h in heads)
+        yield Say("shape", f"{count} of {len(heads)} layers keep a window of {those} tokens only: their cache stops growing there.")
 
 
 def _uneven(row: Row) -> float:

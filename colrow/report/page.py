@@ -6,7 +6,7 @@ study; this module arranges them.
 
 from __future__ import annotations
 
-from ..planning import cost, verdict
+from ..planning import cost, verdict, ways
 from ..planning.memory import Memory
 from ..planning.study import BATCHES, Row, Study
 from ..planning.timing import Part
@@ -219,7 +219,23 @@ def _time(study: Study) -> Safe:
     right = tag(
         "div", tag("h3", "The same for each device: what a split costs in throughput"), lines(curves, "batch", "tokens/s and device")
     )
-    return tag("div", *out, tag("div", left, right, class_="two"))
+    return tag("div", *out, tag("div", left, right, class_="two"), *_ways(study))
+
+
+def _ways(study: Study) -> list[Safe]:
+    """The same devices used otherwise."""
+    found = ways.ways(study)
+    if len(found) < 2:
+        return []
+    head = ("", "one answer, tokens/s", "all together, tokens/s", "fullest device", "memory filled, tokens/s", "sequences each")
+    rows = []
+    for way in found:
+        filled = (verdict.number(way.full), f"{way.batch:,}") if way.batch and way.fits else ("", "")
+        cells = (verdict.number(way.one), verdict.number(way.every), size(way.largest) + ("" if way.fits else ", too much"), *filled)
+        rows.append(tag("tr", tag("td", way.name), *(tag("td", c, class_="number") for c in cells)))
+    heads = tag("tr", *(tag("th", h, class_="number" if h else "") for h in head))
+    table = tag("div", tag("table", tag("thead", heads), tag("tbody", *rows)), class_="scroll")
+    return [tag("h3", f"The same {study.ranks} devices used otherwise, batch {study.question.batch} each"), table]
 
 
 def _parameters(study: Study) -> Safe:
@@ -249,13 +265,14 @@ def _parameters(study: Study) -> Safe:
 
 
 def _sources(study: Study) -> Safe:
-    device, link = study.machine.device, study.machine.joins(study.ranks)
+    device, inside = study.machine.device, study.machine.link
+    joined = dict.fromkeys((inside, study.machine.joins(max(study.rows))))
     read, products = (f"{100 * e:.0f} %" for e in device.efficiency)
     sheet = f"{device.words}: {size(device.read)}/s read, {device.flops / 1e12:,.4g} TFLOP/s. {device.source}."
     exact = "Times are a model of latency and bandwidth in which nothing overlaps; bytes and memory of parameters and cache are exact."
     return tag(
         "footer",
         tag("p", f"{sheet} Taken as reached: {read} and {products}."),
-        tag("p", f"{link.words}: {size(link.bandwidth)}/s each way. {link.source}."),
+        *(tag("p", f"{link.words}: {size(link.bandwidth)}/s each way. {link.source}.") for link in joined),
         tag("p", exact),
     )

@@ -148,10 +148,10 @@ def pass_lines(plan: Plan, asked: Asked, size: int) -> list[str]:
     for rank, held in enumerate(cost.parameter_bytes(plan, size)):
         each.setdefault(held, []).append(rank)
     lines = [f"parameters, at {size} bytes an element"]
-    lines += [f"  rank{'s' * (len(ranks) > 1)} {runs(ranks)}: {nbytes(held)}" for held, ranks in each.items()]
+    lines += [f"  rank{'s' * (len(ranks) > 1)} {runs(ranks)}: {amount(held)}" for held, ranks in each.items()]
     found = cost.total(cost.predict(plan, asked.batch, asked.seq, "prefill", size))
     what = f"a forward pass over {asked.batch} x {asked.seq:,} tokens, or {asked.batch} pictures"
-    return [*lines, f"between ranks, {what}: {found.calls} collectives of {nbytes(found.logical_bytes)}"]
+    return [*lines, f"between ranks, {what}: {found.calls} collectives of {amount(found.logical_bytes)}"]
 
 
 def memory_lines(study: Study) -> list[str]:

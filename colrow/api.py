@@ -34,9 +34,12 @@ if TYPE_CHECKING:
     from .proof.report import Report
 
 
-def plan(model: str | PreTrainedConfig, tp: int, split: Sequence[float] | None = None, trust_remote_code: bool = False) -> Plan:
+def plan(
+    model: str | PreTrainedConfig, tp: int, split: Sequence[float] | None = None, trust_remote_code: bool = False, block: int = 1
+) -> Plan:
     """How `model` (MODEL or a transformers config) is split over `tp` ranks, in proportion to `split` where given. Reads no weights.
 
+    `block`: cut between blocks of so many elements, in which quantized files keep their weights (planning/derive.py).
     `print(plan)` shows it, `plan.why("layers.0.mlp.down_proj.weight")` gives the reason of one parameter.
     """
     from .planning.derive import derive
@@ -44,7 +47,7 @@ def plan(model: str | PreTrainedConfig, tp: int, split: Sequence[float] | None =
     weights = check_degree(tp, split)
     if isinstance(model, str):
         model = _find(model, trust_remote_code).config()
-    return derive(model, tp, weights)
+    return derive(model, tp, weights, block)
 
 
 def load(

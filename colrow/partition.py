@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import gcd
 from typing import Any
 
 import torch
@@ -61,6 +62,12 @@ class Partition:
     def size(self) -> int:
         """Length of the whole tensor along `dim`."""
         return max((stop for ranges in self.pieces for _, stop in ranges), default=0)
+
+    @property
+    def granularity(self) -> int:
+        """The largest number of indices such that every cut falls on a multiple of it: of 32, no block of 32 lies on two ranks."""
+        inner = {edge for ranges in self.pieces for pair in ranges for edge in pair} - {self.size}
+        return gcd(*inner) or self.size
 
     def local_size(self, rank: int) -> int:
         """Number of indices along `dim` that `rank` holds."""
@@ -138,9 +145,14 @@ def whole(ranks: int) -> Partition:
     return Partition(None, ((),) * ranks)
 
 
-def even(dim: int, size: int, ranks: int, weights: Sequence[float] | None = None) -> Partition:
-    """One contiguous range a rank, as equal as possible (or in proportion to `weights`)."""
-    return Partition(dim, tuple(((a, b),) if b > a else () for a, b in balance(size, ranks, weights)))
+def even(dim: int, size: int, ranks: int, weights: Sequence[float] | None = None, block: int = 1) -> Partition:
+    """One contiguous range a rank, as equal as possible (or in proportion to `weights`) with all cuts on multiples of `block`."""
+    return Partition(dim, tuple(((a, b),) if b > a else () for a, b in in_blocks(balance(-(-size // block), ranks, weights), block, size)))
+
+
+def in_blocks(pieces: Iterable[Range], block: int, size: int) -> tuple[Range, ...]:
+    """Ranges of blocks as ranges of the `size` indices in them; the last block may be short."""
+    return tuple((min(a * block, size), min(b * block, size)) for a, b in pieces)
 
 
 def balance(units: int, ranks: int, weights: Sequence[float] | None = None) -> tuple[Range, ...]:

@@ -124,3 +124,21 @@ def test_a_tensor_of_another_size_is_refused() -> None:
 def test_senseless_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="need 2 weights"):
         balance(4, 2, weights)
+
+
+@given(SIZES, RANKS, st.sampled_from([1, 2, 32, 256]))
+def test_cuts_between_blocks(size: int, ranks: int, block: int) -> None:
+    """As even as blocks allow; the last one may be short."""
+    size *= 11
+    p = even(0, size, ranks, block=block)
+    assert p.size == size
+    assert not size or p.granularity % block == 0 or p.granularity == size
+    counts = [-(-p.local_size(rank) // block) for rank in range(ranks)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_granularity() -> None:
+    assert Partition(0, (((0, 64),), ((64, 96),))).granularity == 64
+    assert Partition(0, (((0, 64), (96, 128)), ((64, 96),))).granularity == 32
+    assert Partition(0, (((0, 96),), ((64, 100),))).granularity == 32
+    assert whole(2).granularity == 0

@@ -9,6 +9,7 @@ gguf's own as well. Not here: tensors that transformers merges or splits on the 
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +49,9 @@ class GGUFSource:
         self._processor = _processor(header, config)
         self._stored = {name: key for key, name in _names(header, config, self._processor).items()}
         self._layouts: dict[str, Layout] = {}
+        for name, key in self._stored.items():
+            if name != key:  # else nothing asks for it
+                _check_kind(header, key)
         self.tensors = {name: self._info(header.tensors[key], self.layout(key)) for name, key in self._stored.items()}
         self.unlisted: dict[str, Path] = {}
 
@@ -136,6 +140,23 @@ def dequantize(raw: torch.Tensor, stored: Stored) -> torch.Tensor:
         part = flat[at : at + BATCH_BLOCKS]
         out[at : at + len(part)] = gguf.dequantize(part.reshape(1, -1), stored.kind).reshape(-1, values)
     return torch.from_numpy(out).view(-1)
+
+
+@functools.cache
+def dequantizes(kind: gguf.GGMLQuantizationType) -> bool:
+    """Whether the gguf package can turn blocks of this type into numbers."""
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        return gguf.dequantize(np.zeros((1, size), np.uint8), kind).shape == (1, values)
+    except (NotImplementedError, KeyError):
+        return False
+
+
+def _check_kind(header: Header, key: str) -> None:
+    kind = header.tensors[key].kind
+    if kind.name not in PLAIN and not (gguf.GGML_QUANT_SIZES[kind][0] > 1 and dequantizes(kind)):
+        what = f"{header.path} holds {key} in a type that the gguf package does not dequantize"
+        raise UserError(what, kind.name, "a file of the model in another type, such as Q8_0, Q4_K_M or F16")
 
 
 def layout(processor: TensorProcessor, header: Header, key: str) -> Layout:

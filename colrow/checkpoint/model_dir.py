@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import UserError
+from . import quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -76,7 +77,7 @@ class ModelFiles:
             raise UserError(
                 f"{self.path} has a config.json but no weights", self.name, "model.safetensors, or colrow plan / verify --small"
             )
-        self._refuse_quantized()
+        self.refuse_quantized()
         return self._open()
 
     def _open(self) -> Source:
@@ -87,17 +88,13 @@ class ModelFiles:
         source = safetensors.open_directory(self.path) if self.kind == "safetensors" else torch_bin.open_directory(self.path)
         if source is None:
             raise UserError(f"the weights in {self.path} are gone", self.kind)
+        quantized.refuse_tensors(self.path, source.tensors)
         return source
 
-    def _refuse_quantized(self) -> None:
-        data = _read_json(self.path / "config.json") if self.kind != "gguf" else {}
-        found = data.get("quantization_config") or data.get("text_config", {}).get("quantization_config")
-        if found:
-            raise UserError(
-                f"the weights in {self.path} are quantized in a way that colrow does not read",
-                f"quantization_config.quant_method {found.get('quant_method')}",
-                "the model's BF16 files, a GGUF file, or load it in transformers with dequantize=True and save it",
-            )
+    def refuse_quantized(self) -> None:
+        """UserError where the weights are quantized in a form that colrow does not read. Asked before anything is started."""
+        if self.kind != "gguf":
+            quantized.refuse(self.path, _read_json(self.path / "config.json"))
 
     def _config_error(self, error: Exception) -> UserError:
         data = _read_json(self.path / "config.json")

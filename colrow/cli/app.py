@@ -72,6 +72,7 @@ def plan(
     train: Annotated[bool, typer.Option("--train", help="Also a training step.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Also every parameter, and memory and traffic of each rank.")] = False,
     plan_file: PlanFile = None,
+    block: Annotated[int, typer.Option(help="Cut between blocks of so many elements: 32 to 256, as in quantized files.")] = 1,
     dtype: Dtype = "auto",
     trust_remote_code: Trust = False,
 ) -> None:
@@ -89,7 +90,7 @@ def plan(
         from . import plan as command
 
     config = shapes.config(model) if files is None else files.config()
-    made = command.make(config, ranks, shares, given, json_file)
+    made = command.make(config, ranks, shares, given, json_file, block)
     if why is not None:
         command.explain(made, why, batch * seq, command.the_dtype(dtype, config).itemsize)
         return

@@ -81,8 +81,9 @@ def check_room(ranks: int) -> None:
 
 
 def find_with_weights(model: str, trust_remote_code: bool) -> ModelFiles:
-    """The model's files. UserError, before anything is started, also where there is a config but no weights."""
+    """The model's files. UserError, before anything is started, also where there is a config but no weights, or quantized ones."""
     files = find(model, trust_remote_code)
+    files.refuse_quantized()
     if files.kind == "config":
         files.source()
     return files

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def make(config: PreTrainedConfig, ranks: int, split: Sequence[float], given: Plan | None, json_file: Path | None) -> Plan:
+def make(config: PreTrainedConfig, ranks: int, split: Sequence[float], given: Plan | None, json_file: Path | None, block: int = 1) -> Plan:
     """The plan, derived or given, and written where that is wanted."""
-    plan = check_made_for(given, config) if given else make_plan(config, ranks, split)
+    plan = check_made_for(given, config) if given else make_plan(config, ranks, split, block=block)
     if json_file is not None:
         write(json_file, plan.to_json() + "\n", "--json plan.json")
     return plan

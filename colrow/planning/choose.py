@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from ..partition import Partition
 from .adjoint import Gradients, backward
-from .cuts import Cut, CutError, Cuts, cut_axis, cut_heads
+from .cuts import Cut, CutError, Cuts, cut_axis, cut_blocks, cut_heads
 from .edits import Uses
 from .factors import Dim, Node, leaves, resolve, size
 from .graph import Graph
@@ -70,14 +71,14 @@ class Choice:
     rejected: list[Rejected]
 
 
-def choose(graph: Graph, ranks: int, weights: Sequence[float] | None = None, can: Capabilities = APPLIER) -> Choice:
-    """The choice for a number of ranks (at least 2)."""
-    return _Chooser(graph, ranks, weights, can).run()
+def choose(graph: Graph, ranks: int, weights: Sequence[float] | None = None, can: Capabilities = APPLIER, block: int = 1) -> Choice:
+    """The choice for a number of ranks (at least 2). `block`: of the innermost dim of weights, which no cut should go through."""
+    return _Chooser(graph, ranks, weights, can, block).run()
 
 
 class _Chooser:
-    def __init__(self, graph: Graph, ranks: int, weights: Sequence[float] | None, can: Capabilities) -> None:
-        self.graph, self.ranks, self.weights, self.can = graph, ranks, weights, can
+    def __init__(self, graph: Graph, ranks: int, weights: Sequence[float] | None, can: Capabilities, block: int) -> None:
+        self.graph, self.ranks, self.weights, self.can, self.block = graph, ranks, weights, can, block
         self.uses = Uses(graph)
         self.rejected: list[Rejected] = []
 
@@ -142,6 +143,8 @@ class _Chooser:
         first = candidate.leaves[0]
         if candidate.heads and total < self.ranks:
             return [], f"{total} heads are fewer than {self.ranks} ranks"
+        if self.block > 1 and (on_borders := self._in_blocks(candidate)) is not None:
+            return [on_borders], ""
         if len(candidate.leaves) == 2:
             flat = cut_heads(candidate.leaves[0], candidate.leaves[1], self.ranks, self.weights)
             plain = [cut_axis(first, self.ranks, self.weights, least=1)] if flat.flat and first.size >= self.ranks else []
@@ -150,6 +153,29 @@ class _Chooser:
         if least * self.ranks > first.size:
             return [], f"{first.size} indices are fewer than {self.ranks} ranks"
         return [cut_axis(first, self.ranks, self.weights, least, self._unit(first))], ""
+
+    def _in_blocks(self, candidate: Candidate) -> Cut | None:
+        """The cut in the smallest multiples of indices that goes through no block of a weight, and leaves no rank empty."""
+        first, total, unit = candidate.leaves[0], prod(leaf.size for leaf in candidate.leaves), 1
+        while unit <= self.block and -(-total // unit) >= self.ranks:
+            if len(candidate.leaves) == 2:
+                cut = cut_heads(first, candidate.leaves[1], self.ranks, self.weights, unit)
+            else:
+                cut = cut_blocks(first, self.ranks, self.weights, 1, unit)
+            if self._on_borders(cut):
+                return cut
+            unit *= 2
+        return None
+
+    def _on_borders(self, cut: Cut) -> bool:
+        cuts, trace = Cuts(self.ranks, [cut]), self.graph.trace
+        names = {name for leaf in cut.leaves for name in self.graph.parameters_with[leaf]}
+        inner = [self.graph.axes.dims[trace.parameters[name]][-1] for name in names if len(trace.values[trace.parameters[name]].shape) > 1]
+        try:
+            touched = [Partition(0, tuple(cuts.ranges(dim, rank) for rank in range(self.ranks))) for dim in inner if cuts.touches(dim)]
+        except CutError:
+            return False
+        return all(partition.granularity % self.block == 0 for partition in touched)
 
     def _unit(self, leaf: Node) -> int:
         """Grouped products over experts want rows of whole 16 bytes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..partition import Partition, Range, Ranges, balance, merge_ranges, whole
+from ..partition import Partition, Range, Ranges, balance, in_blocks, merge_ranges, whole
 from .factors import Dim, Node, leaves, resolve, size
 
 
@@ -50,11 +50,17 @@ def cut_axis(leaf: Node, ranks: int, weights: Sequence[float] | None, least: int
     return Cut((leaf,), (tuple((a * unit, b * unit) for a, b in pieces),))
 
 
-def cut_heads(kv: Node, repeat: Node, ranks: int, weights: Sequence[float] | None) -> Cut:
-    """Query heads, kv x repeat of them, dealt out evenly; each rank gets the KV heads that its query heads use.
+def cut_blocks(leaf: Node, ranks: int, weights: Sequence[float] | None, least: int, block: int) -> Cut:
+    """Dealt out in whole blocks, at least `least` a rank; the last one may be short."""
+    return Cut((leaf,), (in_blocks(deal(-(-leaf.size // block), ranks, weights, least), block, leaf.size),))
+
+
+def cut_heads(kv: Node, repeat: Node, ranks: int, weights: Sequence[float] | None, block: int = 1) -> Cut:
+    """Query heads, kv x repeat of them, dealt out evenly (in whole blocks); each rank gets the KV heads that its query heads use.
 
     Where every border falls between KV heads, it is simply a cut of the KV heads."""
-    flat = deal(kv.size * repeat.size, ranks, weights, least=1)
+    heads = kv.size * repeat.size
+    flat = in_blocks(deal(-(-heads // block), ranks, weights, least=1), block, heads)
     of_kv = tuple((a // repeat.size, -(-b // repeat.size)) for a, b in flat)
     if all(a % repeat.size == 0 for a, _ in flat):
         return Cut((kv,), (of_kv,))

@@ -27,16 +27,21 @@ IGNORED = ("transformers_version", "_name_or_path", "architectures", "dtype", "t
 """Entries of a config that change nothing about a plan."""
 
 
-def derive(config: PreTrainedConfig, ranks: int, weights: Sequence[float] | None = None) -> Plan:
-    """The plan for `ranks` ranks; `weights` in proportion to what each rank should hold (None: equal). UserError for impossible numbers."""
+def derive(config: PreTrainedConfig, ranks: int, weights: Sequence[float] | None = None, block: int = 1) -> Plan:
+    """The plan for `ranks` ranks; `weights` in proportion to what each rank should hold (None: equal). UserError for impossible numbers.
+
+    `block`: weights lie in blocks of so many elements along their innermost dim (32 to 256 in quantized files): cuts fall between them,
+    unevenly where needed; an axis with fewer blocks than ranks is cut as if there were none."""
     _check(ranks, weights)
+    if block < 1 or block & (block - 1):
+        raise UserError("a block must be a power of two", block, "--block 32")
     try:
         graph = Graph(trace(config))
     except TraceError as e:
         return _unfollowed(config, ranks, weights, str(e))
     if ranks == 1:
         return _whole(config, graph.trace, ranks, weights, "whole: there is one rank", ())
-    return plan_of(choose(graph, ranks, weights), digest(config), tuple(weights or ()))
+    return plan_of(choose(graph, ranks, weights, block=block), digest(config), tuple(weights or ()))
 
 
 def choice(config: PreTrainedConfig, ranks: int, weights: Sequence[float] | None = None) -> Choice:

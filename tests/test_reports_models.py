@@ -82,7 +82,9 @@ def test_o08_falcons_three_layouts(layout: str, ranks: int, tmp_path: Path) -> N
     fused = plan.tensor("transformer.h.0.self_attention.query_key_value.weight").partition
     assert fused.dim == 0
     if layout == "one KV head":
-        assert all(set(range(7 * 8, 9 * 8)) <= rows_of(plan, "transformer.h.0.self_attention.query_key_value.weight", r) for r in range(ranks))
+        assert all(
+            set(range(7 * 8, 9 * 8)) <= rows_of(plan, "transformer.h.0.self_attention.query_key_value.weight", r) for r in range(ranks)
+        )
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -31,7 +31,10 @@ def test_configs_are_tiny_and_odd(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "bert"])
 def test_a_row_is_measured(architecture: str) -> None:
-    found = row.degree(sizes.config(architecture), 2)
+    config = sizes.config(architecture)
+    plans = row.plans_of(config, (2, 3))
+    assert plans[3] == derive(config, 3)
+    found = row.degree(config, plans[2])
     assert found["logits"] < EQUAL
     assert found["gradients"] < EQUAL
     assert found["attention"] > 0.97

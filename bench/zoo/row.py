@@ -17,9 +17,13 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from colrow.planning import cost
+from colrow.planning.choose import choose
 from colrow.planning.degrees import SHORT, shortened, stretch
-from colrow.planning.derive import derive
+from colrow.planning.derive import derive, digest
+from colrow.planning.graph import Graph
 from colrow.planning.plan import Plan
+from colrow.planning.trace import TraceError, trace
+from colrow.planning.words import plan_of
 from colrow.proof.compare import Comparison
 from colrow.proof.gate import GateRefused, prove
 from colrow.proof.probe import shapes
@@ -38,19 +42,28 @@ def measure(architecture: str, degrees: tuple[int, ...], tell: Any) -> None:
     """`tell(part)`: what is known so far, as dicts that add up to the row, so that a crash later loses nothing."""
     config = sizes.config(architecture)
     tell({"shape": _heads(config)})
-    for ranks in degrees:
-        tell({f"tp{ranks}": degree(config, ranks)})
-    tell({"tp_plan": tp_plan.compare(config, derive(config, degrees[0]))})
+    plans = plans_of(config, degrees)
+    for ranks, plan in plans.items():
+        tell({f"tp{ranks}": degree(config, plan)})
+    tell({"tp_plan": tp_plan.compare(config, plans[degrees[0]])})
     try:
         tell({"real": real(architecture)})
     except Exception as error:  # a class whose defaults build no model
         tell({"real": {"error": f"{type(error).__name__}: {error}"[:200]}})
 
 
-def degree(config: PreTrainedConfig, ranks: int) -> Row:
-    plan = derive(config, ranks)
+def plans_of(config: PreTrainedConfig, degrees: tuple[int, ...]) -> dict[int, Plan]:
+    """As `derive` makes them, of one trace."""
+    try:
+        graph = Graph(trace(config))
+    except TraceError:
+        return {ranks: derive(config, ranks) for ranks in degrees}
+    return {ranks: plan_of(choose(graph, ranks), digest(config), ()) for ranks in degrees}
+
+
+def degree(config: PreTrainedConfig, plan: Plan) -> Row:
     row: Row = {
-        "ranks": ranks,
+        "ranks": plan.ranks,
         "class": plan.architecture,
         **coverage(plan),
         **collectives(plan),

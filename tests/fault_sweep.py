@@ -38,9 +38,9 @@ RANKS = {"drop the sum of copied heads": 4, "rotated head map": 2}
 INTRODUCTION = """\
 # Planted faults
 
-Made by `python -m tests.fault_sweep docs/faults.md`. Each classic fault of tensor parallelism is planted (`tests/faults.py`) in the code that
-really runs, in each family of `tests/families.py`, and the gate is asked. "-": the fault has no place in that family's plan (no row bias, one
-KV head for each query head, no fused tensor, no norm over a cut axis, no constant with an entry per head).
+Made by `python -m tests.fault_sweep docs/faults.md`. Each classic fault of tensor parallelism is planted (`tests/faults.py`) in the code
+that really runs, in each family of `tests/families.py`, and the gate is asked. "-": the fault has no place in that family's plan (no row
+bias, one KV head for each query head, no fused tensor, no norm over a cut axis, no constant with an entry per head).
 """
 
 

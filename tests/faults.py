@@ -23,6 +23,7 @@ from colrow.planning.plan import Attention
 FORWARD = ("drop g", "bias on every rank", "rotated head map")  # logits differ
 BACKWARD = ("drop f", "drop the sum of copied heads")  # logits are right, gradients are not
 FAULTS = (*FORWARD, *BACKWARD)
+Region = Callable[..., torch.Tensor]
 OF_OTHERS = ("rotated slices", "constants of the first rank", "flat segments", "add up twice", "mean over the slice")  # not all with Llama
 
 
@@ -52,7 +53,7 @@ def plant(fault: str, at: str = "") -> Iterator[list[str]]:
         yield done
 
 
-def _without_one(original: Callable[..., torch.Tensor], at: str, done: list[str]) -> Callable[..., torch.Tensor]:
+def _without_one(original: Region, at: str, done: list[str]) -> Region:
     """The region does nothing at one call site and works everywhere else."""
 
     def region(x: torch.Tensor, group: Group, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -63,7 +64,7 @@ def _without_one(original: Callable[..., torch.Tensor], at: str, done: list[str]
     return region
 
 
-def _twice_at_one(original: Callable[..., torch.Tensor], at: str, done: list[str]) -> Callable[..., torch.Tensor]:
+def _twice_at_one(original: Region, at: str, done: list[str]) -> Region:
     """What was added up is added up again at one call site."""
 
     def region(x: torch.Tensor, group: Group, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -75,7 +76,7 @@ def _twice_at_one(original: Callable[..., torch.Tensor], at: str, done: list[str
     return region
 
 
-def _bias_then_sum(done: list[str]) -> Callable[..., torch.Tensor]:
+def _bias_then_sum(done: list[str]) -> Region:
     def add_up(partial: torch.Tensor, bias: torch.Tensor | None, group: Group, name: str | None, *_: Any) -> torch.Tensor:
         if bias is not None:
             done.append(name or "")
@@ -85,9 +86,7 @@ def _bias_then_sum(done: list[str]) -> Callable[..., torch.Tensor]:
     return add_up
 
 
-def _of_another_rank(
-    original: Callable[..., torch.Tensor], whose: Callable[[int, int], int], done: list[str]
-) -> Callable[..., torch.Tensor]:
+def _of_another_rank(original: Region, whose: Callable[[int, int], int], done: list[str]) -> Region:
     def own_part(partition: Partition, rank: int, name: str, x: torch.Tensor) -> torch.Tensor:
         other = whose(rank, partition.ranks)
         if other != rank and partition.local_size(other) == partition.local_size(rank):
@@ -109,7 +108,7 @@ def _rotated(original: Callable[..., tuple[int, ...]], done: list[str]) -> Calla
     return local_map
 
 
-def _flat(original: Callable[..., torch.Tensor], done: list[str]) -> Callable[..., torch.Tensor]:
+def _flat(original: Region, done: list[str]) -> Region:
     def split(self: Partition, tensor: torch.Tensor, rank: int) -> torch.Tensor:
         if self.dim is None or len(self.pieces[rank]) < 2:
             return original(self, tensor, rank)
@@ -130,7 +129,7 @@ def _no_stretches(original: Callable[..., Any], done: list[str]) -> Callable[...
     return stretches
 
 
-def _own_sum(done: list[str]) -> Callable[..., torch.Tensor]:
+def _own_sum(done: list[str]) -> Region:
     """The statistic of a rank's own features, as wide as all of them."""
 
     def sum_over(x: torch.Tensor, group: Group, name: str, *_: Any, **__: Any) -> torch.Tensor:

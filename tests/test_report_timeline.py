@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from colrow.comm import collectives
-from colrow.comm.counters import Event
+from colrow.comm.counters import Event, Span
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.report.timeline import timeline
@@ -28,7 +28,7 @@ def ranks() -> list[tuple[Event, ...]]:
 def test_every_collective_is_there_once_and_nothing_overlaps() -> None:
     entries = json.loads(timeline(ranks()))["traceEvents"]
     for rank in range(2):
-        mine = [e for e in entries if e["pid"] == rank and e["ph"] == "X"]
+        mine = [e for e in entries if e["pid"] == rank and e["ph"] == "X" and e["tid"] == 1]
         assert [e["name"] for e in mine if e["cat"] == "moving"] == ["layers.0", "layers.1", "layers.2"]
         assert {e["cat"] for e in mine} >= {"moving", "computing"}
         assert all(e["args"]["logical_bytes"] == 16 for e in mine if e["cat"] == "moving")
@@ -39,3 +39,18 @@ def test_every_collective_is_there_once_and_nothing_overlaps() -> None:
 
 def test_no_ranks_no_events() -> None:
     assert json.loads(timeline([]))["traceEvents"] == []
+
+
+def test_steps_and_what_was_predicted_stand_side_by_side() -> None:
+    events = ranks()
+    begin = events[0][0].end - 1.0
+    steps = [Span("prompt", begin, 0.4), Span("token 1", begin + 0.5, 0.2)]
+    predicted = [Span("prompt", begin, 0.3), Span("reading", begin, 0.1, "prompt"), Span("latency", begin + 0.1, 0.2, "prompt")]
+    entries = [e for e in json.loads(timeline(events, steps, predicted))["traceEvents"] if e["ph"] == "X"]
+    measured = [e for e in entries if e["cat"] == "step" and e["pid"] == 0]
+    assert [(e["name"], e["ts"], e["dur"]) for e in measured] == [("prompt", 0.0, 4e5), ("token 1", 5e5, 2e5)]
+    beside = [e for e in entries if e["pid"] == 2]
+    assert beside[0]["args"] == {"measured_ms": 400.0, "predicted_ms": 300.0}
+    assert [e["name"] for e in beside if e["cat"] == "part"] == ["reading", "latency"]
+    assert sum(e["dur"] for e in beside if e["cat"] == "part") == beside[0]["dur"]
+    assert min(e["ts"] for e in entries) == 0.0

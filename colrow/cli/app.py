@@ -37,6 +37,7 @@ Dtype = Annotated[str, typer.Option(help="auto (that of the files; float32 for G
 Adapter = Annotated[Path | None, typer.Option(help="A LoRA adapter as PEFT writes it, merged into the weights as they are read.")]
 Backend = Annotated[str, typer.Option(help="How ranks are connected: auto, shm, gloo, nccl.")]
 Gate = Annotated[bool, typer.Option("--gate/--no-gate", help="Prove the plan on a small copy before weights are read.")]
+Trace = Annotated[Path | None, typer.Option(help="Write a timeline of all ranks, for chrome://tracing or ui.perfetto.dev.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")]
 MaxNew = Annotated[int | None, typer.Option("--max-new-tokens", "-n", help="Stop after so many tokens.", show_default="the context")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -139,7 +140,7 @@ def run(
     seed: Seed = 0,
     stop: Stop = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it stands, without the chat template.")] = False,
-    trace: Annotated[Path | None, typer.Option(help="Write a timeline of all ranks, for chrome://tracing or ui.perfetto.dev.")] = None,
+    trace: Trace = None,
     adapter: Adapter = None,
     split: Split = None,
     plan_file: PlanFile = None,
@@ -239,6 +240,7 @@ def train(
     dtype: Dtype = "auto",
     backend: Backend = "auto",
     gate: Gate = True,
+    trace: Trace = None,
     trust_remote_code: Trust = False,
 ) -> None:
     """Train MODEL on your data. Started again with the same --out, it goes on where it was, at any --tp.
@@ -267,8 +269,8 @@ def train(
         seed=seed,
         **rest,
     )
-    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate)
-    show.train(ranks, backend, opening, settings, (data, evaluation), out)
+    opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, trace is not None)
+    show.train(ranks, backend, opening, settings, (data, evaluation), out, trace)
 
 
 @app.command()

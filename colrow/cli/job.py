@@ -11,7 +11,7 @@ from ..checkpoint.model_dir import ModelFiles
 from ..engine.settings import Sampling
 
 if TYPE_CHECKING:
-    from ..comm.counters import Event
+    from ..comm.counters import Event, Span
     from ..engine.account import RankMemory, Traffic
     from ..planning.plan import Plan
 
@@ -51,9 +51,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Traced:
-    """Every rank's collectives, in order of time."""
+    """Every rank's collectives, in order of time; the steps as they were and as they were predicted, those with their parts."""
 
     ranks: tuple[tuple[Event, ...], ...]
+    steps: tuple[Span, ...] = ()
+    predicted: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..comm.collectives import gather_objects
 from ..comm.group import Group
 from ..engine.account import Stages
 from ..engine.engine import Engine
 from ..engine.generate import Memory
 from ..engine.prompts import Message
+from ..planning import timing, workload
+from ..planning.links import Machine
+from ..planning.plan import Plan
 from .job import Account, Opening, Stage, Traced, Wish
 from .opening import account_of, open_engine
+from .traced import Predict, Watch
 
 
 def run(group: Group, opening: Opening, prompt: str, wish: Wish) -> Iterator[Stage | str | Traced | Account]:
@@ -21,13 +24,27 @@ def run(group: Group, opening: Opening, prompt: str, wish: Wish) -> Iterator[Sta
     stages = Stages(seconds={"start": time.time() - opening.started})
     engine = yield from open_engine(group, opening, stages, "run", translators=True)
     yield Stage("prompt")
-    group.counters.events = [] if opening.trace else None
-    for chunk in engine.stream([prompt], wish.sampling, wish.max_new_tokens, wish.stop, raw=wish.raw):
+    watch = Watch(group, opening.trace)
+    yield from watch.begin()
+    at = time.perf_counter()
+    for number, chunk in enumerate(engine.stream([prompt], wish.sampling, wish.max_new_tokens, wish.stop, raw=wish.raw)):
+        watch.step(f"token {number}" if number else "prompt", time.perf_counter() - at)
+        at = time.perf_counter()
         yield chunk.texts[0]
-    if opening.trace:
-        mine, group.counters.events = tuple(group.counters.events or ()), None
-        yield Traced(tuple(gather_objects(mine, group, "run.trace")))
+    yield from watch.end(stages.results["plan"], engine.model.config, _predicting(engine))
     yield account_of(engine, opening, wish.sampling, stages)
+
+
+def _predicting(engine: Engine) -> Predict:
+    """The prompt, then a token at a time."""
+    length, element = engine.clock.prompt_tokens, next(engine.model.parameters()).element_size()
+
+    def predict(number: int, plan: Plan, model: workload.Model, machine: Machine) -> timing.Time:
+        if number == 0:
+            return timing.prefill(plan, model, machine, 1, length, element)
+        return timing.decode(plan, model, machine, 1, length + number, element)
+
+    return predict
 
 
 @dataclass

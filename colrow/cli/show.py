@@ -43,9 +43,13 @@ def run(ranks: int, backend: str, opening: Opening, prompt: str, wish: Wish, tra
     for line in account_lines(account) if account is not None else ():
         note(line)
     if trace is not None and traced is not None:
-        from ..report.timeline import timeline
+        _write_trace(trace, traced)
 
-        write(trace, timeline(traced.ranks), "--trace trace.json")
+
+def _write_trace(file: Path, traced: Traced) -> None:
+    from ..report.timeline import timeline
+
+    write(file, timeline(traced.ranks, traced.steps, traced.predicted), "--trace trace.json")
 
 
 def chat(ranks: int, backend: str, opening: Opening, system: str, wish: Wish) -> None:
@@ -78,12 +82,16 @@ def _ask() -> str:
         return ""
 
 
-def train(ranks: int, backend: str, opening: Opening, settings: Any, files: tuple[Path, Path | None], out: Path) -> None:
+def train(
+    ranks: int, backend: str, opening: Opening, settings: Any, files: tuple[Path, Path | None], out: Path, trace: Path | None = None
+) -> None:
     from . import train as command
 
     files = command.check_files(*files, out)
     with Screen() as screen, _ranks(ranks, backend, screen) as stream:
-        command.show(stream, screen, opening, settings, files, out.resolve())
+        traced = command.show(stream, screen, opening, settings, files, out.resolve())
+    if trace is not None and traced is not None:
+        _write_trace(trace, traced)
 
 
 @contextmanager

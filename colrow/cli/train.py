@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,20 @@ from ..engine.account import RankMemory, Stages
 from ..errors import UserError
 from ..parallel.adapter_files import peft
 from ..parallel.adapters import add_adapter
+from ..parallel.state import state_of
+from ..planning import cost, timing, workload
+from ..planning.links import Machine
 from ..planning.models import require_text
+from ..planning.plan import Plan
 from ..train import curve, data
 from ..train.export import export
 from ..train.journal import Journal
 from ..train.settings import Settings
 from ..train.trainer import Evaluation, Event, Resumed, SavedAt, Step, Trainer, keeps_documents_apart
-from .job import Opening, Stage
+from .job import Opening, Stage, Traced
 from .opening import told
 from .screen import Screen, note, say
+from .traced import Predict, Watch
 from .units import nbytes
 
 
@@ -53,7 +58,7 @@ class Finished:
 
 def train(
     group: Group, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path
-) -> Iterator[Stage | Begun | Event | Finished]:
+) -> Iterator[Stage | Begun | Event | Traced | Finished]:
     """Stages of the start, then what the trainer tells, then the end. `files`: training data, evaluation data."""
     stages = Stages()
 
@@ -88,10 +93,15 @@ def train(
     padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     trainer = Trainer(model, rows, settings, out, asked, padding, beside=lambda path: tokenizer.save_pretrained(path))
     journal = Journal(out, opening.files.name) if group.rank == 0 else None
+    watch = Watch(group, opening.trace)
+    yield from watch.begin()
     for event in trainer.run():
+        if isinstance(event, Step):
+            watch.step(f"step {event.step}", event.seconds)
         if journal is not None:
             journal.add(event)
         yield event
+    yield from watch.end(state_of(model).plan, model.config, _predicting(settings, model))
     memory = tuple(account.memory(model, group))
     if journal is not None:
         journal.draw()
@@ -100,6 +110,23 @@ def train(
         export(out, result, adapter=bool(settings.lora))
         yield Finished(result, tuple(journal.points(Step)), memory)
     barrier(group, "train.exported")
+
+
+def _predicting(settings: Settings, model: Any) -> Predict | None:
+    """Steps of full rows, with AdamW; none with an adapter or recomputation, of which the model of time knows nothing."""
+    if settings.lora or settings.recompute:
+        return None
+    element = next(model.parameters()).element_size()
+    each = 8 if element == 4 else 12  # two moments, and a float32 copy where the model computes in 16 bits
+
+    def predict(number: int, plan: Plan, work: workload.Model, machine: Machine) -> timing.Time:
+        at = (plan, work, machine, settings.batch, settings.length, element)
+        state = [size // element * each for size in cost.parameter_bytes(plan, element)]
+        one = timing.train(*at, state)
+        parts = {part: getattr(one, part) * (1 if part == "updating" else settings.accumulate) for part in timing.PARTS}
+        return replace(one, tokens=one.tokens * settings.accumulate, **parts)
+
+    return predict
 
 
 def lora_config(settings: Settings, files: ModelFiles) -> Any:
@@ -114,9 +141,9 @@ def lora_config(settings: Settings, files: ModelFiles) -> Any:
     )
 
 
-def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path) -> None:
-    """Runs `train` on the ranks behind `stream` and prints what comes."""
-    terminal = screen.is_terminal
+def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path) -> Traced | None:
+    """Runs `train` on the ranks behind `stream` and prints what comes; returns the trace, if one was asked for."""
+    terminal, traced = screen.is_terminal, None
     last: Step | None = None
     for item in stream(train, opening, settings, files, out):
         match item:
@@ -137,11 +164,14 @@ def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, file
             case Evaluation():
                 screen.clear()
                 note(f"{'evaluation':12} step {item.step}: loss {item.loss:.4f}")
+            case Traced():
+                traced = item
             case Finished():
                 screen.clear()
                 finish(item, out)
     if last is None:
         note("nothing left to do: the run in this directory is at its end")
+    return traced
 
 
 def step_words(step: Step) -> str:

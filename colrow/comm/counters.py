@@ -42,6 +42,16 @@ class Event:
     moved_bytes: int
 
 
+@dataclass(frozen=True)
+class Span:
+    """A step, or a part of one named `inside`: from `begin`, seconds since the epoch."""
+
+    name: str
+    begin: float
+    seconds: float
+    inside: str = ""
+
+
 @dataclass
 class Counters:
     """`sites[(phase, op, name)]` -> Tally. `phase` is whatever the caller set last. `events`: None, or a list that gets every single call

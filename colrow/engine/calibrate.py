@@ -65,6 +65,7 @@ def measure(group: Group, dtype: torch.dtype = torch.float32, seconds: float = 1
     """Takes about six times `seconds`. A collective of all ranks."""
     read, flops = _read(group, dtype, seconds), _flops(group, dtype, seconds)
     exchange = tuple(_exchange(group, size, seconds / 4) for size in SIZES) if group.size > 1 else ()
+    _matrices.cache_clear()
     return Measured(read, flops, exchange, *_reference(group, dtype, seconds), dtype.itemsize)
 
 

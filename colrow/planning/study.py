@@ -17,7 +17,6 @@ from . import cost, degrees, kept, memory, timing, workload
 from .links import Machine
 from .memory import Memory
 from .plan import Plan
-from .trace import trace
 
 DEGREES = (1, 2, 4, 8, 16)
 BATCHES = tuple(1 << k for k in range(11))
@@ -98,9 +97,7 @@ class Study:
     ) -> Study:
         """Plans the other degrees, counts, and predicts. Seconds for a large model, most of them for the trace."""
         plans = degrees.plans(config, plan, others)
-        alike = len(set(getattr(config, "layer_types", None) or ())) < 2
-        found = trace((degrees.shortened(config) if alike else None) or config)
-        model = workload.longer(workload.of(found), found, config)
+        model = workload.of_config(config)
         rows = {n: _row(p, model, machine, question, sampling, activations) for n, p in plans.items()}
         return Study(config, plan.ranks, machine, question, model, rows)
 

@@ -1,7 +1,7 @@
 """What time depends on beside the plan: what attention keeps, what is only looked up, what lies between products.
 
-    model = of(trace)                  # of the whole model
-    model = longer(of(short), config)  # of one with as many layers as the config says
+    model = of(trace)           # of the whole model
+    model = of_config(config)   # the same, quickly: equal layers are traced once
 
 Read from the trace of the whole model once; timing.py makes seconds of it for any plan. Not here: sizes on a rank.
 """
@@ -13,8 +13,9 @@ from math import prod
 
 from transformers import PreTrainedConfig
 
+from . import degrees
 from .kept import Heads, heads
-from .trace import BATCH, LENGTH, AttentionCall, Op, Trace
+from .trace import BATCH, LENGTH, AttentionCall, Op, Trace, trace
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
 _EXPERTS = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
@@ -44,13 +45,20 @@ class Model:
     head: frozenset[str] = frozenset()
 
 
-def of(trace: Trace) -> Model:
-    tables = {op.inputs()[0] for op in trace.ops if op.name == "embedding"}
-    products = {i for op in trace.ops if op.name != "embedding" for i in op.inputs()}
-    lookups = frozenset(name for name, i in trace.parameters.items() if i in tables and i not in products)
-    attention = {c.module: Attending(c.module, _width(trace, c), c.window) for c in trace.attention}
-    experts = next((n for key in _EXPERTS if (n := getattr(trace.config, key, 0))), 0)
-    return Model(heads(trace), tuple(attention.values()), lookups, int(experts), len(trace.ops), _touched(trace), _head(trace))
+def of(found: Trace) -> Model:
+    tables = {op.inputs()[0] for op in found.ops if op.name == "embedding"}
+    products = {i for op in found.ops if op.name != "embedding" for i in op.inputs()}
+    lookups = frozenset(name for name, i in found.parameters.items() if i in tables and i not in products)
+    attention = {c.module: Attending(c.module, _width(found, c), c.window) for c in found.attention}
+    experts = next((n for key in _EXPERTS if (n := getattr(found.config, key, 0))), 0)
+    return Model(heads(found), tuple(attention.values()), lookups, int(experts), len(found.ops), _touched(found), _head(found))
+
+
+def of_config(config: PreTrainedConfig) -> Model:
+    """From a trace of few layers where all are of one type."""
+    alike = len(set(getattr(config, "layer_types", None) or ())) < 2
+    found = trace((degrees.shortened(config) if alike else None) or config)
+    return longer(of(found), found, config)
 
 
 def longer(model: Model, trace: Trace, config: PreTrainedConfig) -> Model:

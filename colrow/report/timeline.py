@@ -1,4 +1,5 @@
-"""Timeline: the collectives of all ranks as a trace that Chrome (chrome://tracing) and Perfetto open: computing, waiting, moving.
+"""Timeline: steps and collectives of all ranks as a trace that Chrome (chrome://tracing) and Perfetto open: computing, waiting, moving;
+beside them the steps as they were predicted.
 
 What lies between two collectives of a rank is called computing: products, and all that Python does around them. Times are those of each
 rank's clock; ranks of one host share it. Not here: counting (comm/counters.py).
@@ -10,19 +11,40 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..comm.counters import Event
+from ..comm.counters import Event, Span
 
 
-def timeline(ranks: Sequence[Sequence[Event]]) -> str:
-    """The JSON text. One process a rank, in microseconds since the first collective began."""
-    begins = [e.end - e.waiting - e.moving for events in ranks for e in events]
+def timeline(ranks: Sequence[Sequence[Event]], steps: Sequence[Span] = (), predicted: Sequence[Span] = ()) -> str:
+    """The JSON text, in microseconds since the first step or collective began. One process a rank; `steps` stand above the collectives of
+    the first rank, `predicted` ones, with their parts below them, in a process of their own."""
+    begins = [e.end - e.waiting - e.moving for events in ranks for e in events] + [s.begin for s in steps]
     start = min(begins, default=0.0)
     events = [entry for rank, found in enumerate(ranks) for entry in _of_rank(rank, found, start)]
+    if steps:
+        events += [_named("thread_name", 0, "steps", STEPS), *(_span(0, s, start, {}) for s in steps)]
+    if predicted:
+        events.append(_named("process_name", len(ranks), "predicted"))
+        took = {s.name: s.seconds for s in steps}
+        for s in predicted:
+            about = {} if s.inside else {"measured_ms": round(1e3 * took[s.name], 3), "predicted_ms": round(1e3 * s.seconds, 3)}
+            events.append(_span(len(ranks), s, start, about))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
+STEPS, COLLECTIVES, PARTS = 0, 1, 1
+
+
+def _named(what: str, process: int, name: str, thread: int = 0) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+
+
+def _span(process: int, s: Span, start: float, about: dict[str, Any]) -> dict[str, Any]:
+    return _entry(process, s.name, "part" if s.inside else "step", s.begin, s.begin + s.seconds, start, about, PARTS if s.inside else STEPS)
+
+
 def _of_rank(rank: int, events: Sequence[Event], start: float) -> Iterator[dict[str, Any]]:
-    yield {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}}
+    yield _named("process_name", rank, f"rank {rank}")
+    yield _named("thread_name", rank, "collectives", COLLECTIVES)
     before: float | None = None
     for e in events:
         begin = e.end - e.waiting - e.moving
@@ -35,6 +57,8 @@ def _of_rank(rank: int, events: Sequence[Event], start: float) -> Iterator[dict[
         before = e.end
 
 
-def _entry(rank: int, name: str, kind: str, begin: float, end: float, start: float, about: dict[str, Any]) -> dict[str, Any]:
+def _entry(
+    process: int, name: str, kind: str, begin: float, end: float, start: float, about: dict[str, Any], thread: int = COLLECTIVES
+) -> dict[str, Any]:
     times = {"ts": round(1e6 * (begin - start), 3), "dur": round(1e6 * (end - begin), 3)}
-    return {"name": name, "cat": kind, "ph": "X", "pid": rank, "tid": 0, **times, "args": about}
+    return {"name": name, "cat": kind, "ph": "X", "pid": process, "tid": thread, **times, "args": about}

@@ -71,9 +71,24 @@ def test_run_on_one_rank(model: str, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_run_writes_a_trace(model: str, tmp_path: Path) -> None:
     assert main(["run", model, *PROMPT, "--trace", str(tmp_path / "trace.json")]) == 0
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == [
-        {"name": "process_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "rank 0"}}
-    ]  # one rank sends nothing
+    check_trace(tmp_path / "trace.json", ["prompt", *(f"token {n}" for n in range(1, 24))])
+
+
+def test_train_writes_a_trace(model: str, tmp_path: Path) -> None:
+    (tmp_path / "d.txt").write_text("a few words to learn\n\n" * 9)
+    asked = ["--data", str(tmp_path / "d.txt"), "--out", str(tmp_path / "out"), "--steps", "2", "--length", "16", "--batch", "1"]
+    assert main(["train", model, *asked, "--no-gate", "--trace", str(tmp_path / "trace.json")]) == 0
+    check_trace(tmp_path / "trace.json", ["step 1", "step 2"])
+
+
+def check_trace(file: Path, steps: list[str]) -> None:
+    """One rank sends nothing: its steps, and each of them as it was predicted, with parts that add up to it."""
+    entries = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    for process in (0, 1):
+        assert [e["name"] for e in entries if e["pid"] == process and e["cat"] == "step"] == steps
+    assert {e["pid"] for e in entries} == {0, 1}
+    parts = sum(e["dur"] for e in entries if e["cat"] == "part")
+    assert abs(parts - sum(e["dur"] for e in entries if e["pid"] == 1 and e["cat"] == "step")) < 1
 
 
 def test_instruct_models_answer_unless_raw(talker: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,7 @@ def check_trace(file: Path, steps: list[str]) -> None:
         assert [e["name"] for e in entries if e["pid"] == process and e["cat"] == "step"] == steps
     assert {e["pid"] for e in entries} == {0, 1}
     parts = sum(e["dur"] for e in entries if e["cat"] == "part")
-    assert abs(parts - sum(e["dur"] for e in entries if e["pid"] == 1 and e["cat"] == "step")) < 1
+    assert abs(parts - sum(e["dur"] for e in entries if e["pid"] == 1 and e["cat"] == "step")) < len(entries)
 
 
 def test_instruct_models_answer_unless_raw(talker: str, capsys: pytest.CaptureFixture[str]) -> None:

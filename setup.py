@@ -22,9 +22,10 @@ def extension(library):
         sources=["colrow/" + library.sources[0]],
         depends=["colrow/" + source for source in library.sources],
         define_macros=[("COLROW_DIGEST", f'"{library.digest()}"')],
-        extra_compile_args=list(native.FLAGS),
+        extra_compile_args=list(library.flags),
+        libraries=["m"],
         optional=True,
     )
 
 
-setup(ext_modules=[extension(native.SHM)] if sys.platform.startswith("linux") else [])
+setup(ext_modules=[extension(native.SHM), extension(native.PROGRAM)] if sys.platform.startswith("linux") else [])

@@ -125,7 +125,11 @@ def open_engine(model: str | ModelFiles, group: Group, purpose: str = "the engin
     with stages("tokenizer"):
         made: list[Any] = []  # stays on rank 0: only its errors go to the others
         on_rank_0(lambda: made.append(files.tokenizer()), group, "engine.tokenizer")
-    return Engine(part, group, made[0] if made else None)
+    engine = Engine(part, group, made[0] if made else None)
+    with stages("program"):
+        engine.decoder.prepare()
+    stages.results["decoding"] = engine.decoder.steps
+    return engine
 
 
 def parallelize(model: PreTrainedModel, group: Group, plan: Plan | None = None, gate: bool = True) -> PreTrainedModel:

@@ -1,8 +1,9 @@
 """C beside Python: where the compiled library of a C file is found, and how it is built.
 
-`pip install` compiles `colrow/comm/_shm.*.so` (setup.py); a source tree that was never installed, or an install without a compiler that has
-got one since, compiles on first use into the user's cache directory. Either way the library says which sources it was built from, and one
-built from others is not used. Libraries are loaded with ctypes: no link to Python or torch, so no tie to their versions.
+`pip install` compiles `colrow/comm/_shm.*.so` and `colrow/kernels/_program.*.so` (setup.py); a source tree that was never installed, or an
+install without a compiler that has got one since, compiles on first use into the user's cache directory. Either way the library says which
+sources it was built from, and one built from others is not used. Libraries are loaded with ctypes: no link to Python or torch, so no tie to
+their versions.
 
 Only the standard library is imported here, because setup.py runs this file by its path.
 """
@@ -37,10 +38,11 @@ class Library:
     module: str  # "comm/_shm": the place of the installed library, without its ending
     sources: tuple[str, ...]  # the first one is compiled
     digest_function: str
+    flags: tuple[str, ...] = FLAGS
 
     def digest(self) -> str:
         """Of the sources and flags: what ties a library to the sources beside it."""
-        text = b"\0".join([shlex.join(FLAGS).encode(), *((ROOT / source).read_bytes() for source in self.sources)])
+        text = b"\0".join([shlex.join(self.flags).encode(), *((ROOT / source).read_bytes() for source in self.sources)])
         return hashlib.sha256(text).hexdigest()[:16]
 
     def load(self) -> ctypes.CDLL:
@@ -81,7 +83,16 @@ class Library:
             out.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=out.parent) as work:
                 made = Path(work) / "made.so"
-                command = [*compiler, *FLAGS, "-shared", f'-DCOLROW_DIGEST="{digest}"', str(ROOT / self.sources[0]), "-o", str(made)]
+                command = [
+                    *compiler,
+                    *self.flags,
+                    "-shared",
+                    f'-DCOLROW_DIGEST="{digest}"',
+                    str(ROOT / self.sources[0]),
+                    "-o",
+                    str(made),
+                    "-lm",
+                ]
                 done = subprocess.run(command, capture_output=True, text=True, timeout=120)
                 if done.returncode:
                     lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no message"]
@@ -104,3 +115,11 @@ def _cache() -> Path:
 
 
 SHM = Library("comm/_shm", ("comm/shm.c", "comm/shm.h", "comm/shm_wait.h", "comm/shm_reduce.h", "comm/shm_norm.h"), "cr_digest")
+
+# Products and sums may be contracted here: each rank computes results of its own, and the same code makes them alone and in a batch.
+PROGRAM = Library(
+    "kernels/_program",
+    tuple(f"kernels/{name}" for name in ("program.c", "vector.h", "product.h", "elementwise.h", "attend.h", "pool.h")),
+    "kp_digest",
+    (*(flag for flag in FLAGS if "contract" not in flag), "-ffp-contract=fast", "-pthread", "-Wno-psabi"),
+)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from colrow import native
-from colrow.native import SHM, Library, NativeUnavailable, compiler_command
+from colrow.native import PROGRAM, SHM, Library, NativeUnavailable, compiler_command
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_compiler = pytest.mark.skipif(not compiler_command(), reason="no C compiler")
@@ -43,15 +43,15 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @needs_compiler
-def test_the_wheel_holds_the_library_and_its_sources(tmp_path: Path) -> None:
+def test_the_wheel_holds_the_libraries_and_their_sources(tmp_path: Path) -> None:
     """Built by setuptools itself, without pip's isolation, so that no network is needed."""
     pytest.importorskip("setuptools")
     script = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
-    tree = tmp_path / "tree"
-    for path in ["setup.py", "pyproject.toml", "LICENSE", *(f"colrow/{source}" for source in SHM.sources), "colrow/native.py"]:
+    tree, sources = tmp_path / "tree", [f"colrow/{source}" for source in (*SHM.sources, *PROGRAM.sources)]
+    for path in ["setup.py", "pyproject.toml", "LICENSE", *sources, "colrow/native.py"]:
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         (tree / path).write_bytes((ROOT / path).read_bytes())
-    for package in ("colrow", "colrow/comm"):
+    for package in ("colrow", "colrow/comm", "colrow/kernels"):
         (tree / package / "__init__.py").touch()
     (tree / "README.md").touch()
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=tree, capture_output=True, text=True)
@@ -61,7 +61,8 @@ def test_the_wheel_holds_the_library_and_its_sources(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-        (library,) = (name for name in names if name.startswith("colrow/comm/_shm") and name.endswith(".so"))
-        archive.extract(library, tmp_path)
-    assert {f"colrow/{source}" for source in SHM.sources} <= set(names)
-    assert SHM._open(tmp_path / library, SHM.digest()) is not None
+        assert set(sources) <= set(names)
+        for built in (SHM, PROGRAM):
+            (library,) = (name for name in names if name.startswith(f"colrow/{built.module}.") and name.endswith(".so"))
+            archive.extract(library, tmp_path)
+            assert built._open(tmp_path / library, built.digest()) is not None

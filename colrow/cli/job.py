@@ -65,6 +65,7 @@ class Account:
     memory: tuple[RankMemory, ...]
     stages: tuple[tuple[str, float], ...]
     gate: str
+    decoding: str
     warnings: tuple[str, ...]
     first_token: float
     prefill: float

@@ -81,6 +81,7 @@ def account_lines(account: Account) -> Iterable[str]:
         yield _line("memory" if m.rank == 0 else "", words)
     yield _line("opening", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in account.stages))
     yield _line("gate", account.gate.removeprefix("gate: "))
+    yield _line("decoding", account.decoding.removeprefix("decoding: "))
     words = f"{account.first_token:.1f} s after the command, {account.prefill:.2f} s of it for {account.prompt_tokens} prompt tokens"
     yield _line("first token", words)
     rate = f", {account.rate:.1f} tokens/s after the first" if account.rate is not None else ""

@@ -48,7 +48,8 @@ def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, l
                 screen.show(item.name, item.done, item.total)
             else:
                 screen.clear()
-                note(f"{'gate':12} {str(item).removeprefix('gate: ')}")
+                subject, _, text = str(item).partition(": ")
+                note(f"{subject:12} {text}")
 
         def ready(about: Ready) -> None:
             nonlocal served

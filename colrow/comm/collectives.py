@@ -32,7 +32,7 @@ def all_reduce(x: torch.Tensor, group: Group, name: str, op: str = "sum", inplac
         return x
     out = x if inplace and x.is_contiguous() else _private(x)
     call = Call("all_reduce", name, _dtype(x), x.numel(), f"{op} of {_shape(x.shape)}")
-    _counted(group, call, x, lambda: group.transport.all_reduce(_raw(out), op, call))
+    _counted(group, call, out, lambda: group.transport.all_reduce(_raw(out), op, call))
     if inplace and out is not x:
         return x.copy_(out)
     return out
@@ -119,6 +119,10 @@ def _objects(value: Any, group: Group, call: Call) -> list[Any]:
 
 def _counted(group: Group, call: Call, logical: torch.Tensor | None, move: Callable[[], int]) -> None:
     """Runs `move`, which returns the bytes that this rank moved, and books it."""
+    if group.counters.watch is not None:
+        with group.counters.watch(call, logical):
+            move()
+        return
     waited, start = group.transport.waited, time.perf_counter()
     moved = move()
     seconds, waiting = time.perf_counter() - start, group.transport.waited - waited

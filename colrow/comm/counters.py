@@ -7,7 +7,10 @@ with a prediction. Not here: the formulas that predict (planning/cost.py); these
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -55,15 +58,18 @@ class Span:
 @dataclass
 class Counters:
     """`sites[(phase, op, name)]` -> Tally. `phase` is whatever the caller set last. `events`: None, or a list that gets every single call
-    (for traces: it grows without bound)."""
+    (for traces: it grows without bound). `watch`: None, or a function that is told of each collective, with its tensor, and gives a context
+    to run it in (who records a model's ops must see its sums, and not what a transport does)."""
 
     phase: str = ""
     sites: dict[tuple[str, str, str], Tally] = field(default_factory=dict)
     events: list[Event] | None = None
+    watch: Callable[[Any, Any], AbstractContextManager[None]] | None = None
 
-    def record(self, op: str, name: str, tally: Tally) -> None:
+    def record(self, op: str, name: str, tally: Tally, ended: float | None = None) -> None:
+        """`ended`: when, in seconds since the epoch; None: now."""
         if self.events is not None:
-            times = (time.time(), tally.waiting, tally.moving)
+            times = (ended or time.time(), tally.waiting, tally.moving)
             self.events.append(Event(self.phase, op, name, *times, tally.logical_bytes, tally.moved_bytes))
         self.sites.setdefault((self.phase, op, name), Tally()).add(tally)
 

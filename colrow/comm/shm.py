@@ -267,6 +267,28 @@ class ShmTransport:
     def _in_slots(self, at: int) -> bool:
         return self.mapping.base <= at < self.mapping.base + self.mapping.nbytes
 
+    # ---- For C that calls C ----
+
+    def raw(self) -> tuple[int, tuple[int | None, int | None]]:
+        """The context, and the addresses of shm.c's `cr_all_reduce` and `cr_buffer`, for C code that makes its sums itself. What these
+        return is said in shm.c; after CR_FAILED `failure` has the reason."""
+        functions = [ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in ("cr_all_reduce", "cr_buffer")]
+        return self._handle, (functions[0], functions[1])
+
+    def sites(self, keys: Sequence[tuple[str, str]]) -> list[int]:
+        """The numbers of call sites (name, detail) for C; they may change when this transport is used for another."""
+        if len(self._sites) + len(keys) > _SITES:
+            self._sites.clear()
+            self._library.cr_forget_sites(self._handle)
+        return [self._sites[key] for key in keys]
+
+    def give_up(self, why: str) -> None:
+        """Tells the others that this rank does not come back, so that they do not wait for it."""
+        self._library.cr_give_up(self._handle, why.encode())
+
+    def failure(self) -> RankError:
+        return RankError(self._context.error.decode(errors="replace"))
+
     # ---- Settings and figures ----
 
     @property
@@ -320,10 +342,10 @@ class ShmTransport:
                 status = function(*arguments)
         except BaseException as error:  # Ctrl-C: the others must not wait for a rank that does not come back
             with contextlib.suppress(Exception):
-                self._library.cr_give_up(self._handle, type(error).__name__.encode())
+                self.give_up(type(error).__name__)
             raise
         if status < 0:
-            raise RankError(self._context.error.decode(errors="replace"))
+            raise self.failure()
         return status
 
 

@@ -4,9 +4,11 @@
     batch.add(Request(1, ids)); batch.add(...)          # rank 0
     while batch.step(outputs.extend): ...               # every rank, until rank 0 calls close()
 
-Each sequence has its own cache and goes through the model by itself, in pieces that do not depend on the others, so its arithmetic, and
-with it its greedy tokens, are bit-equal alone and in any company. Beginnings of prompts that were computed before are not computed again
-(prefixes.py, blocks.py). The price is that weights are read once for each sequence of a step; `fast` makes it once a step (together.py).
+Each sequence has its own cache, and its arithmetic, and with it its greedy tokens, are bit-equal alone and in any company. Prompts go
+through the model's modules, each by itself, in pieces that do not depend on the others; beginnings that were computed before are not computed
+again (prefixes.py, blocks.py). New tokens of all sequences go through the engine's program together, which reads weights once a step and
+computes each row as it would alone. For models without a program (decoder.py says why) they go through the modules, each sequence by itself,
+so that weights are read once for each; `fast` makes it once a step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """
@@ -27,6 +29,7 @@ from .forward import Forward, vocabulary
 from .mixed import NOT_FINITE, Mixed, Row, logprobs
 from .request import Output, Request, Run, Step, TokenLogprob
 from .scheduler import Chosen, Scheduler
+from .slots import as_cache, as_slot
 from .together import Held, Together
 
 STEP = "engine.step"
@@ -40,7 +43,9 @@ class Batch:
         self._forward, self._mixed = Forward(engine.model), Mixed(engine.group, vocabulary(engine.model))
         self._held: dict[int, Held] = {}
         self._blocks = Blocks()
-        self._together = Together(self._forward) if fast else None
+        engine.decoder.prepare()
+        self._program = engine.decoder.program
+        self._together = Together(self._forward) if fast and self._program is None else None
         self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
         def text(request: Request) -> RowText:
@@ -83,7 +88,7 @@ class Batch:
             self._held[request.id] = Held(request)
         for load in step.loads:
             held = self._held[load.id]
-            held.past = self._blocks.extended(held.past, load.keys)
+            held.past = self._blocks.extended(as_cache(held.past), load.keys)
             held.length = held.past.get_seq_length()
         chosen = self._run(step.runs)
         if self.group.rank == 0:
@@ -103,10 +108,10 @@ class Batch:
             else:
                 self.group.counters.phase = "decode" if run.new else "prefill"
                 ids = torch.tensor([run.tokens], device=self.group.device)
-                logits, held.past = self._forward(ids, None, held.past, every=run.every)
+                logits, held.past = self._forward(ids, None, as_cache(held.past), every=run.every)
             held.length += len(run.tokens)
             if run.keep:
-                self._keep(run, held.past)
+                self._keep(run, as_cache(held.past))
             prompts.append(self._prompt_logprobs(run, held.request, logits[0]) if run.every else ())
             logits = logits[:, -1] if run.every else logits
             if run.chooses:
@@ -123,11 +128,15 @@ class Batch:
         return out
 
     def _decode_together(self, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
-        """The scores of the sequences that are decoded as rows of a batch; none unless `fast`."""
-        if self._together is None:
-            return {}
+        """The scores of the sequences that are decoded as rows of a batch; none where neither a program nor `fast` makes one."""
+        tokens = {run.id: run.tokens[0] for run in runs if run.new}
         self.group.counters.phase = "decode"
-        return self._together.decode({run.id: run.tokens[0] for run in runs if run.new}, self._held)
+        if self._program is not None and tokens:
+            slots = [as_slot(self._held[id].past) for id in tokens]
+            for id, slot in zip(tokens, slots, strict=True):
+                self._held[id].past = slot
+            return dict(zip(tokens, self._program.run(list(tokens.values()), slots), strict=True))
+        return self._together.decode(tokens, self._held) if self._together is not None else {}
 
     def _prompt_logprobs(self, run: Run, request: Request, logits: torch.Tensor) -> tuple[TokenLogprob, ...] | None:
         """Of the prompt's tokens that this chunk's scores are about; None where those are not finite. A collective."""

@@ -18,6 +18,7 @@ from ..comm.decide import on_rank_0
 from ..comm.group import Group
 from ..errors import UserError
 from .account import Clock
+from .decoder import Decoder
 from .generate import Memory, Step, generate
 from .prompts import Prompt, encode
 from .settings import Sampling
@@ -35,12 +36,14 @@ class Chunk:
 
 
 class Engine:
-    """`model`: a split model, or a whole one with a group of one. `clock` has the times and token counts of the last call."""
+    """`model`: a split model, or a whole one with a group of one. `clock` has the times and token counts of the last call.
+    `program`: whether decoding may leave the model's modules (decoder.py)."""
 
-    def __init__(self, model: Any, group: Group, tokenizer: Any = None, generation_config: Any = None) -> None:
+    def __init__(self, model: Any, group: Group, tokenizer: Any = None, generation_config: Any = None, program: bool = True) -> None:
         self.model, self.group, self.tokenizer = model, group, tokenizer
         self.eos = eos_ids(generation_config or getattr(model, "generation_config", None), model.config, tokenizer)
         self.context = context_limit(model.config)
+        self.decoder = Decoder(model, group, program)
         self.clock = Clock()
 
     def stream(
@@ -67,7 +70,7 @@ class Engine:
         rows = [RowText(self.tokenizer, stop, limits.eos) for _ in ids] if self.group.rank == 0 else None
         watch = None if rows is None else lambda row, token: rows[row].push(token)
         self.clock.begin(sum(map(len, ids)))
-        for step in generate(self.model, self.group, ids, chosen, limits, watch, memory):
+        for step in generate(self.model, self.group, ids, chosen, limits, watch, memory, self.decoder):
             self.clock.step(sum(token is not None for token in step.tokens), step.gathered)
             yield _chunk(step, rows)
 

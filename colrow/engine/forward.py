@@ -29,7 +29,7 @@ class Forward:
         self._cache_arg = next((name for name in _CACHE_NAMES if name in accepted), None)
         if self._cache_arg is None:
             raise UserError(f"{type(model).__name__} takes no cache, so it cannot generate", works="a causal language model")
-        self._positions = "position_ids" in accepted
+        self.takes_positions = "position_ids" in accepted
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 
     @torch.inference_mode()
@@ -41,11 +41,19 @@ class Forward:
             arguments[str(self._cache_arg)] = past
         if mask is not None:  # a row's positions count from its first real token
             arguments["attention_mask"] = mask
-            if self._positions:
+            if self.takes_positions:
                 arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        with local_logits(self.model):
-            out = self.model(**arguments)
+        out = self._run(arguments)
         return (out.logits if every else out.logits[:, -1]), self._past(out)
+
+    def at(self, ids: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
+        """The last logits [rows, columns] of `ids` [rows, new tokens] at `positions`, said expressly."""
+        arguments = {"input_ids": ids, "position_ids": positions, str(self._cache_arg): past, "use_cache": True, **self._keep}
+        return self._run(arguments).logits[:, -1]
+
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        with local_logits(self.model):
+            return self.model(**arguments)
 
     @staticmethod
     def _past(out: Any) -> Any:

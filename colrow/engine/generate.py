@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 from ..comm.group import Group
+from .decoder import Decoder
 from .exchange import Exchange
 from .forward import Forward, left_pad, vocabulary
 from .settings import Sampling
+from .slots import Slot, as_cache
 from .stopping import Finish, Limits
 from .translate import Translate
 
@@ -41,8 +43,8 @@ class Step:
 
 @dataclass
 class Memory:
-    """A cache that outlives one `generate` call: `past` holds the tokens `ids` of one row. A prompt that begins with them continues
-    there."""
+    """A cache that outlives one `generate` call: `past` (a cache, or a program's slot) holds the tokens `ids` of one row. A prompt that
+    begins with them continues there."""
 
     ids: list[int] = field(default_factory=list)
     past: Any = None
@@ -52,7 +54,7 @@ class Memory:
         known, past = len(self.ids), self.past
         self.past = None  # it changes in place from here on, so it counts again only after `keep`
         if past is not None and known < len(prompt) and list(prompt[:known]) == self.ids:
-            return past, list(prompt[known:])
+            return as_cache(past), list(prompt[known:])
         return None, list(prompt)
 
     def keep(self, ids: Sequence[int], past: Any) -> None:
@@ -67,8 +69,10 @@ def generate(
     limits: Limits | None = None,
     watch: Watch | None = None,
     memory: Memory | None = None,
+    decoder: Decoder | None = None,
 ) -> Iterator[Step]:
     """Yields a `Step` for every new token. `prompts`: token ids, of any lengths. The counters' phase is "prefill", then "decode".
+    With a `decoder` that has a program, new tokens go through that instead of the model's modules.
 
     UserError for prompts that are empty or too long, before anything is computed; NonFiniteLogits on every rank where the model yields NaN.
     """
@@ -76,7 +80,7 @@ def generate(
     limits.check_prompts(prompts)
     if memory is not None and len(prompts) > 1:
         raise ValueError("a memory holds one row")
-    return _steps(model, group, prompts, sampling or Sampling(), limits, watch, memory)
+    return _steps(model, group, prompts, sampling or Sampling(), limits, watch, memory, decoder)
 
 
 def _steps(
@@ -87,9 +91,14 @@ def _steps(
     limits: Limits,
     watch: Watch | None,
     memory: Memory | None,
+    decoder: Decoder | None,
 ) -> Iterator[Step]:
     if limits.max_new_tokens == 0:
         return
+    if decoder is not None:
+        decoder.prepare()
+    program = decoder.program if decoder is not None else None
+    slots: list[Slot] = []
     forward, exchange = Forward(model), Exchange(group, vocabulary(model), sampling)
     if model.config.is_encoder_decoder:  # the prompts are read once; what becomes longer is the decoder's own sequence
         forward = Translate(model, prompts, group.device)
@@ -114,9 +123,13 @@ def _steps(
     try:
         while not all(finished):
             group.counters.phase = "prefill" if number == 0 else "decode"
-            logits, past = forward(ids, mask, past)
+            if program is not None and number > 0:
+                slots = slots or [Slot(past, row, len(prompt)) for row, prompt in enumerate(prompts)]
+                logits = program.run([row[-1] for row in history], slots)
+            else:
+                logits, past = forward(ids, mask, past)
             if memory is not None:
-                memory.keep(history[0], past)
+                memory.keep(history[0], slots[0] if slots else past)
             live = [reason is None for reason in finished]
             agreed = exchange.agree(logits, history, number, ends)
             tokens, finished = agreed.tokens, agreed.finished

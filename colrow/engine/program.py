@@ -1,0 +1,144 @@
+"""Program: one decoding step of a split model without its modules, as a list of instructions that C runs in one call.
+
+    program = Program(compiled, group, threads)
+    logits = program.run([7, 9], [slot_a, slot_b])     # the next tokens of two sequences: [2, columns of this rank]
+
+Each row has an arena of its own, so a row's numbers do not depend on the others. Python computes what depends on the token or its position
+alone, starts the run, and books the sums over ranks that C has made through shared memory; over other transports the run stops at each
+sum and Python makes it. A program is used only after it has been compared with the modules (decoder.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..comm import collectives
+from ..comm.counters import Tally
+from ..comm.group import Group
+from ..comm.shm import ShmTransport
+from ..errors import RankError
+from ..kernels import library as c
+from ..kernels.library import Op
+from .arena import Arena
+from .compiled import Compiled
+from .slots import Slot
+
+ROWS = 64  # at most in one call of C
+
+
+class Program:
+    """`compiled` as C runs it on this rank. `dtype` of the model: of its cache, and of what ranks exchange."""
+
+    def __init__(self, compiled: Compiled, group: Group, dtype: torch.dtype, threads: int = 1) -> None:
+        self._compiled, self._group, self.dtype = compiled, group, dtype
+        self._arena = Arena(compiled)
+        self.code, self._keep = self._arena.code(compiled, dtype)
+        self._sums = [(step.entry, ctypes.cast(at.more, ctypes.POINTER(c.Sum)).contents) for step, at in self._reductions()]
+        self._library = c.library()
+        shm = group.transport if isinstance(group.transport, ShmTransport) else None
+        handle, functions = shm.raw() if shm is not None else (None, (None, None))
+        self._shm = shm
+        payload = c.Dtype.BF16 if dtype is torch.bfloat16 else c.Dtype.F32
+        self._handle = self._library.kp_open(self.code, len(self.code), threads, payload, handle, *functions)
+        if not self._handle:
+            raise MemoryError("no memory for a program")
+        self._arenas: list[torch.Tensor] = []
+        self._rows = (c.Row * ROWS)()
+        self._widths = [entry.x.numel() for entry, _ in self._sums]
+
+    def _reductions(self) -> list[tuple[Any, Any]]:
+        return [(step, at) for step, at in zip(self._compiled.steps, self.code, strict=True) if step.op is Op.REDUCE]
+
+    def run(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
+        """The scores [rows, columns] after one more token of each slot, in float32. A collective of all ranks, which pass as many."""
+        parts = [self._run(tokens[at : at + ROWS], slots[at : at + ROWS]) for at in range(0, len(tokens), ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @torch.inference_mode()
+    def _run(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
+        while len(self._arenas) < len(tokens):
+            self._arenas.append(torch.zeros(self._arena.size))
+        for row, (token, slot) in enumerate(zip(tokens, slots, strict=True)):
+            slot.reserve()
+            self._fill(self._arenas[row], token, slot.length)
+            self._rows[row] = c.Row(
+                self._arenas[row].data_ptr(), slot.length, slot.capacity, ctypes.addressof(slot.keys), ctypes.addressof(slot.values)
+            )
+        in_c = self._sites(len(tokens))
+        try:
+            self._to_the_end(len(tokens))
+        except BaseException as error:  # Ctrl-C: the others must not wait for a rank that does not come back
+            if self._shm is not None and not isinstance(error, RankError):
+                self._shm.give_up(type(error).__name__)
+            raise
+        for slot in slots:
+            slot.length += 1
+        if in_c:
+            self._book(len(tokens))
+        return torch.stack([self._arena.view(self._arenas[row], self._compiled.logits)[0] for row in range(len(tokens))])
+
+    def _to_the_end(self, rows: int) -> None:
+        """Runs all instructions. C comes back now and then while it waits for the other ranks, so that signals are handled here."""
+        at, status, resumed = ctypes.c_int64(0), c.AGAIN, 0
+        while status:
+            status = self._library.kp_run(self._handle, self._rows, rows, ctypes.byref(at), resumed)
+            resumed = 1
+            if status == c.SUM_DUE:
+                self._sum(at.value, rows)
+            elif status == c.FAILED:
+                raise self._shm.failure() if self._shm is not None else MemoryError("no memory for a step of a program")
+
+    # ---- What depends on the token or its position alone ----
+
+    def _fill(self, arena: torch.Tensor, token: int, position: int) -> None:
+        """Runs the light ops for this token at this position and copies what they give into the arena."""
+        compiled = self._compiled
+        known = {id(compiled.ids): torch.tensor([[token]]), id(compiled.positions): torch.tensor([[position]])}
+
+        def now(tree: Any) -> Any:
+            if isinstance(tree, torch.Tensor):
+                return known.get(id(tree), tree)
+            if isinstance(tree, list | tuple):
+                return [now(x) for x in tree]
+            return tree
+
+        for op in compiled.light:
+            result = op.func(*now(op.args), **{key: now(value) for key, value in op.kwargs.items()})
+            outs = (result,) if isinstance(result, torch.Tensor) else tuple(r for r in result if isinstance(r, torch.Tensor))
+            known.update((id(recorded), out) for recorded, out in zip(op.outputs, outs, strict=True))
+        for recorded, shadow in compiled.inputs:
+            self._arena.view(arena, shadow).copy_(known[id(recorded)])
+
+    # ---- Sums over ranks ----
+
+    def _sites(self, rows: int) -> bool:
+        """The numbers of the call sites in C, which a transport may have forgotten since. Whether there are any sums in C."""
+        if self._shm is None:
+            return False
+        numbers = self._shm.sites([(e.name, f"sum of {rows}x{width}") for (e, _), width in zip(self._sums, self._widths, strict=True)])
+        for (_, place), number in zip(self._sums, numbers, strict=True):
+            place.site = number
+        return bool(self._sums)
+
+    def _sum(self, at: int, rows: int) -> None:
+        """Makes the sum at instruction `at`, of which C has written this rank's part."""
+        step = self._compiled.steps[at]
+        count, kind = rows * step.entry.x.numel(), ctypes.c_uint16 if self.dtype is torch.bfloat16 else ctypes.c_float
+        place = (kind * count).from_address(self._library.kp_payload(self._handle))
+        payload = torch.frombuffer(place, dtype=self.dtype, count=count)
+        collectives.all_reduce(payload, self._group, step.entry.name, inplace=True)
+
+    def _book(self, rows: int) -> None:
+        for (entry, done), width in zip(self._sums, self._widths, strict=True):
+            tally = Tally(1, rows * width * self.dtype.itemsize, done.moved, done.waited, max(done.seconds - done.waited, 0.0))
+            self._group.counters.record("all_reduce", entry.name, tally, done.ended)
+            done.moved, done.seconds, done.waited = 0, 0.0, 0.0
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.kp_close(self._handle)
+            self._handle = None

@@ -1,0 +1,112 @@
+"""Steps: instructions in the making, on shadows.
+
+A shadow stands for a tensor that the recorded step computed: a small float32 tensor of the same shape, whose memory is one place in a row's
+arena. Views of it are made by torch itself, so where an element lies is never worked out here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..kernels.library import Op
+from .recorded import NotRecorded, Ran
+
+CONSTANT_ROOM = 1 << 22  # elements of one constant that is copied to float32
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor in float32 that is the same in every step."""
+
+    value: torch.Tensor
+
+
+Source = torch.Tensor | Constant | float
+"""An operand: a shadow, a constant, or a number."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction. `weights` (of a product): the matrices [rows, width], one for each of `outs`; `entry`: what was recorded, for
+    attention and sums."""
+
+    op: Op
+    outs: list[torch.Tensor]
+    sources: tuple[Source, ...] = ()
+    weights: list[torch.Tensor] = field(default_factory=list)
+    entry: Any = None
+
+
+class Steps:
+    """`light`: ids of recorded tensors that torch computes in each step, with what they depend on; they become `inputs` where used."""
+
+    def __init__(self, light: dict[int, frozenset[str]]) -> None:
+        self.steps: list[Step] = []
+        self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.depends = light
+        self._shadows: dict[int, torch.Tensor] = {}
+        self._constants: dict[int, Constant] = {}
+
+    def is_live(self, recorded: torch.Tensor) -> bool:
+        return id(recorded) in self._shadows
+
+    def shadow(self, recorded: torch.Tensor) -> torch.Tensor:
+        """Of a live tensor; a light one becomes an input, a constant is copied into the arena."""
+        found = self._shadows.get(id(recorded))
+        if found is None:
+            found = torch.empty(recorded.shape)
+            if id(recorded) in self.depends:
+                self.inputs.append((recorded, found))
+                self._shadows[id(recorded)] = found
+            else:
+                self.emit(Op.COPY, found, self.source(recorded))
+        return found
+
+    def new(self, recorded: torch.Tensor) -> torch.Tensor:
+        """A shadow for what an op gave."""
+        return self.name(recorded, torch.empty(recorded.shape))
+
+    def name(self, recorded: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
+        self._shadows[id(recorded)] = shadow
+        return shadow
+
+    def contiguous(self, shadow: torch.Tensor) -> torch.Tensor:
+        return shadow if shadow.is_contiguous() else self.emit(Op.COPY, torch.empty(shadow.shape), shadow)
+
+    def emit(self, op: Op, out: torch.Tensor, *sources: Source) -> torch.Tensor:
+        self.steps.append(Step(op, [out], sources))
+        return out
+
+    def source(self, x: Any) -> Source:
+        """A recorded argument as an operand."""
+        if not isinstance(x, torch.Tensor):
+            return float(x)
+        if id(x) in self._shadows or id(x) in self.depends:
+            return self.shadow(x)
+        if id(x) not in self._constants:
+            if x.numel() > CONSTANT_ROOM:
+                raise NotRecorded(f"it has a constant of {x.numel()} elements")
+            self._constants[id(x)] = Constant(x.detach().float().contiguous())
+        return self._constants[id(x)]
+
+    def view(self, op: Ran) -> None:
+        """The same view of the shadow, a copy first where its memory is laid out otherwise than the recorded tensor's was."""
+        func = torch.ops.aten.reshape.default if op.name in ("_unsafe_view", "_reshape_alias") else op.func
+        base, rest = self.shadow(op.args[0]), op.args[1 : 2 if op.name == "_reshape_alias" else None]
+        try:
+            outs = func(base, *rest, **op.kwargs)
+            first = outs if isinstance(outs, torch.Tensor) else outs[0]
+            if memory(first) != memory(base):
+                raise RuntimeError
+        except RuntimeError:
+            outs = func(self.contiguous(base), *rest, **op.kwargs)
+        for recorded, shadow in zip(op.outputs, [outs] if isinstance(outs, torch.Tensor) else outs, strict=True):
+            self.name(recorded, shadow)
+
+
+def memory(x: torch.Tensor) -> int:
+    """What shadows that overlap have in common."""
+    return x.untyped_storage()._cdata

@@ -1,0 +1,130 @@
+"""The C library of kernels/ as ctypes sees it: its structures, the numbers of its operations, its functions.
+
+Every class here mirrors the struct of the same name in program.c, product.h, attend.h or elementwise.h: keep both alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+
+from .. import native
+
+DIMS = 4
+GROUP = 64  # int8 weights that share a scale
+AGAIN, FAILED, SUM_DUE = -1, -2, -3
+
+
+class Op(enum.IntEnum):
+    COPY = 0
+    NEG = 1
+    EXP = 2
+    RSQRT = 3
+    SQRT = 4
+    RECIPROCAL = 5
+    SQUARE = 6
+    SIGMOID = 7
+    SILU = 8
+    TANH = 9
+    RELU = 10
+    GELU = 11
+    GELU_TANH = 12
+    ABS = 13
+    ADD = 15
+    SUB = 16
+    MUL = 17
+    DIV = 18
+    MAXIMUM = 19
+    MINIMUM = 20
+    MEAN = 22
+    SUM = 23
+    PRODUCT = 25
+    ATTEND = 26
+    REDUCE = 27
+
+
+class Kind(enum.IntEnum):
+    """Of an operand."""
+
+    IN_ARENA = 0
+    CONSTANT = 1
+    NUMBER = 2
+
+
+class Dtype(enum.IntEnum):
+    """Of weights and caches. The first two are also the payload's in comm/shm.h."""
+
+    F32 = 0
+    BF16 = 1
+    INT8 = 2
+
+
+class Operand(ctypes.Structure):
+    _fields_ = (("kind", c_int64), ("at", c_int64), ("stride", c_int64 * DIMS), ("number", c_double))
+
+
+class Instruction(ctypes.Structure):
+    _fields_ = (
+        ("op", c_int64),
+        ("shape", c_int64 * DIMS),
+        ("out", Operand),
+        ("a", Operand),
+        ("b", Operand),
+        ("c", Operand),
+        ("more", c_void_p),
+    )
+
+
+class Block(ctypes.Structure):
+    _fields_ = (("weight", c_void_p), ("scale", c_void_p), ("rows", c_int64), ("out", c_int64))
+
+
+class Weights(ctypes.Structure):
+    _fields_ = (("dtype", c_int64), ("width", c_int64), ("count", c_int64), ("blocks", ctypes.POINTER(Block)))
+
+
+class Attention(ctypes.Structure):
+    _fields_ = (
+        ("layer", c_int64),
+        ("heads", c_int64),
+        ("kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("value_dim", c_int64),
+        ("window", c_int64),
+        ("kv_of", ctypes.POINTER(c_int64)),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("dtype", c_int64),
+    )
+
+
+class Sum(ctypes.Structure):
+    _fields_ = (
+        ("count", c_int64),
+        ("site", c_int64),
+        ("calls", c_int64),
+        ("moved", c_int64),
+        ("seconds", c_double),
+        ("waited", c_double),
+        ("ended", c_double),
+    )
+
+
+class Row(ctypes.Structure):
+    _fields_ = (("arena", c_void_p), ("length", c_int64), ("capacity", c_int64), ("keys", c_void_p), ("values", c_void_p))
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """NativeUnavailable where it can neither be found nor compiled."""
+    found = native.PROGRAM.load()
+    found.kp_run.argtypes = [c_void_p, ctypes.POINTER(Row), c_int, ctypes.POINTER(c_int64), c_int]
+    found.kp_run.restype = c_int64
+    found.kp_open.argtypes = [ctypes.POINTER(Instruction), c_int64, c_int, c_int, c_void_p, c_void_p, c_void_p]
+    found.kp_open.restype = found.kp_payload.restype = c_void_p
+    found.kp_close.argtypes = found.kp_payload.argtypes = [c_void_p]
+    found.kp_close.restype = None
+    found.kp_digest.restype = c_char_p
+    return found

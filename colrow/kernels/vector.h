@@ -1,0 +1,95 @@
+/* Sixteen numbers at a time, in the compiler's own vectors: one instruction each with AVX-512, two with AVX2, four with NEON or SSE.
+ *
+ * Lanes are added in one fixed order, so a sum does not depend on how wide the machine's registers are. On x86-64 each function marked SIMD
+ * exists for AVX-512, AVX2 and the baseline, chosen when the library is loaded.
+ */
+#ifndef COLROW_VECTOR_H
+#define COLROW_VECTOR_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __clang__
+#define CAN_CLONE (__clang_major__ >= 17)
+#else
+#define CAN_CLONE (__GNUC__ >= 12)
+#endif
+#if defined(__x86_64__) && defined(__GLIBC__) && CAN_CLONE && !defined(__SANITIZE_THREAD__)
+#define SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define SIMD
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { LANES = 16 };
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
+enum { F32, BF16, INT8 }; /* how weights and caches are stored */
+enum { GROUP = 64 };      /* int8 weights that share a scale */
+
+INLINE Floats load_f32(const float *at) {
+    Floats v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+
+INLINE Floats load_bf16(const uint16_t *at) {
+    Halves h;
+    memcpy(&h, at, sizeof h);
+    return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+
+INLINE Floats load_int8(const int8_t *at) {
+    Bytes b;
+    memcpy(&b, at, sizeof b);
+    return __builtin_convertvector(b, Floats);
+}
+
+INLINE void store_f32(float *at, Floats v) { memcpy(at, &v, sizeof v); }
+
+/* Halves added to halves: the same tree everywhere. */
+INLINE float total(Floats v) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    return v[0];
+}
+
+INLINE float from_bf16(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+INLINE uint16_t to_bf16(float value) { /* to nearest, ties to even, as torch rounds */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+/* e^x to 2 units in the last place, in plain arithmetic that vectorises. x = n ln 2 + r with |r| <= ln 2 / 2, and a polynomial for e^r. */
+INLINE float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.0f / 5040;
+    p = p * r + 1.0f / 720;
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1;
+    p = p * r + 1;
+    const uint32_t bits = (uint32_t)((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return p * scale;
+}
+
+#endif

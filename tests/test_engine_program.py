@@ -1,0 +1,190 @@
+"""Programs against the modules they stand for: scores, greedy tokens, rows alone and in company, what is refused, what is found wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from colrow.comm.group import Group, single
+from colrow.comm.local import run_threads
+from colrow.engine import compiled, steps
+from colrow.engine.decoder import Decoder
+from colrow.engine.forward import Forward
+from colrow.engine.generate import Memory, generate
+from colrow.engine.slots import ROOM, Slot
+from colrow.engine.stopping import Limits
+from colrow.kernels.library import Op
+from colrow.parallel.build import parallelize
+from colrow.planning.derive import derive
+from tests import families, tiny
+
+RECORDED = """mistral qwen3 gemma gemma2 gemma3 phi phi3 gpt-neox gpt-neox-sequential gptj opt cohere cohere-norm stablelm glm granite
+olmo starcoder2"""
+PROMPTS = [[5], [0, 100, 7, 33, 8], [9, 8, 7, 6, 5, 4, 3, 50, 60, 70, 80, 90]]
+
+
+def config(family: str, **changes: Any) -> Any:
+    return tiny.config(family, **changes) if family in tiny.FAMILIES else families.FAMILIES[family]()
+
+
+def whole(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    return tiny.whole(config(family, **changes), dtype)
+
+
+def prepared(model: Any, group: Group) -> Decoder:
+    decoder = Decoder(model, group)
+    decoder.prepare()
+    return decoder
+
+
+def split(model: Any, ranks: int, task: Any, weights: tuple[float, ...] | None = None) -> list[Any]:
+    """task(model's part, group) on every rank."""
+    plan = derive(model.config, ranks, weights)
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+    return run_threads(lambda group: task(parallelize(copies[group.rank], plan, group), group), ranks)
+
+
+def rows(steps: list) -> list[list[int]]:
+    return [[step.tokens[row] for step in steps if step.tokens[row] is not None] for row in range(len(steps[0].tokens))]
+
+
+def exact(model: Any, group: Group) -> tuple[bool, bool]:
+    decoder = prepared(model, group)
+    return decoder.program is not None, decoder.difference < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_scores_are_the_modules_at_any_degree(family: str, ranks: int) -> None:
+    assert split(whole(family), ranks, exact) == [(True, True)] * ranks
+
+
+@pytest.mark.parametrize("family", RECORDED.split())
+def test_scores_are_the_modules_in_other_families(family: str) -> None:
+    assert split(whole(family), 2, exact) == [(True, True)] * 2
+
+
+def test_unequal_ranks() -> None:
+    assert split(whole("qwen2"), 2, exact, (3.0, 1.0)) == [(True, True)] * 2
+
+
+def test_a_rank_without_heads() -> None:
+    model = whole("llama", hidden_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    assert split(model, 5, exact) == [(True, True)] * 5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
+def test_greedy_tokens_are_the_modules_for_hundreds_of_positions(family: str) -> None:
+    """Past the room of a slot, and past the window of those that have one."""
+    changes = {"max_position_embeddings": 512} if family == "llama" else {}
+    model = whole(family, **changes)
+    limits = Limits(ROOM + 9 if family == "llama" else 45)
+    expected = rows(list(generate(model, single(), PROMPTS, limits=limits)))
+
+    def tokens(part: Any, group: Group) -> list[list[int]]:
+        return rows(list(generate(part, group, PROMPTS, limits=limits, decoder=prepared(part, group))))
+
+    assert tokens(model, single()) == expected
+    assert split(model, 2, tokens) == [expected] * 2
+
+
+def test_turns_of_a_conversation_go_from_modules_to_program_and_back() -> None:
+    for family in ("llama", "mistral"):
+        model = whole(family)
+        decoder, with_program, without = prepared(model, single()), Memory(), Memory()
+        prompt = list(PROMPTS[1])
+        for turn in range(3):
+            (mine,) = rows(list(generate(model, single(), [prompt], limits=Limits(6), memory=with_program, decoder=decoder)))
+            (theirs,) = rows(list(generate(model, single(), [prompt], limits=Limits(6), memory=without)))
+            assert mine == theirs
+            assert with_program.ids == without.ids
+            prompt = prompt + mine + [11 + turn, 12]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rows_bits_do_not_depend_on_its_company_nor_on_threads(dtype: torch.dtype) -> None:
+    """Widths that are no multiple of a vector, more rows of weights than one thread's line, all numbers of columns from 1 to 11."""
+    changes = {"hidden_size": 72, "intermediate_size": 1051, "vocab_size": 311}
+    model = whole("llama", dtype, **changes)
+    found: list[torch.Tensor] = []
+    for threads in (1, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            program = prepared(model, single()).program
+        finally:
+            torch.set_num_threads(before)
+        assert program is not None
+        pasts = [Forward(model)(torch.tensor([[at, *range(9 * at, 10 * at)]]), None, None)[1] for at in range(1, 12)]
+        alone = torch.cat([program.run([at], [Slot(past)]) for at, past in enumerate(pasts)])
+        for count in range(1, 12):
+            together = program.run(list(range(count)), [Slot(past) for past in pasts[:count]])
+            assert torch.equal(together, alone[:count]), count
+        found.append(alone)
+    assert torch.equal(found[0], found[1])
+
+
+def test_seventy_rows_in_one_call() -> None:
+    model = whole("llama")
+    program = prepared(model, single()).program
+    assert program is not None
+    _, past = Forward(model)(torch.tensor([PROMPTS[1]]), None, None)
+    together = program.run(list(range(70)), [Slot(past) for _ in range(70)])
+    assert torch.equal(together, torch.cat([program.run([at], [Slot(past)]) for at in range(70)]))
+
+
+def test_sums_are_counted_as_the_modules_count_theirs() -> None:
+    def counts(part: Any, group: Group) -> dict[str, tuple[int, int]]:
+        out = {}
+        for decoder in (None, prepared(part, group)):
+            group.counters.reset()
+            list(generate(part, group, [PROMPTS[1]], limits=Limits(5), decoder=decoder))
+            sites = group.counters.sites
+            out[str(decoder is None)] = {key: (tally.calls, tally.logical_bytes) for key, tally in sites.items()}
+        return out
+
+    for of_rank in split(whole("llama"), 2, counts):
+        assert of_rank["True"] == of_rank["False"]
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("bloom", "takes no positions"), ("mamba2", "cache is not one of keys and values"), ("falcon-40b", "recording a step failed")],
+)
+def test_what_cannot_be_recorded_runs_by_its_modules(family: str, reason: str) -> None:
+    decoder = prepared(whole(family), single())
+    assert decoder.program is None
+    assert reason in decoder.steps
+
+
+def test_a_position_that_the_code_looks_at_is_refused() -> None:
+    """Rotary frequencies that change with the length: right at the first positions, wrong later."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny.whole(LlamaConfig(**tiny.GROUPED, rope_parameters=rope), torch.float32, attention="sdpa")
+    decoder = prepared(model, single())
+    assert "looks at the position" in decoder.why
+
+
+def test_float64_runs_by_its_modules() -> None:
+    assert "torch.float64" in prepared(whole("llama", torch.float64), single()).why
+
+
+@pytest.mark.parametrize("broken", [Op.ADD, Op.NEG, Op.REDUCE, Op.ATTEND])
+def test_a_wrong_program_is_found_and_not_used(broken: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instructions of one kind are left out, on one rank."""
+    original = compiled.compile
+
+    def without(tape: Any) -> Any:
+        made = original(tape)
+        for at, step in enumerate(made.steps):
+            if step.op is broken:
+                made.steps[at] = steps.Step(Op.COPY, [step.outs[0]], (step.outs[0],))
+        return made
+
+    monkeypatch.setattr(compiled, "compile", without)
+    results = split(whole("llama"), 2, lambda part, group: (prepared(part, group).program, prepared(part, group).why))
+    assert all(program is None and "differs by" in why for program, why in results)

@@ -5,10 +5,10 @@
     while batch.step(outputs.extend): ...               # every rank, until rank 0 calls close()
 
 Each sequence has its own cache, and its arithmetic, and with it its greedy tokens, are bit-equal alone and in any company. Prompts go
-through the model's modules, each by itself, in pieces that do not depend on the others; beginnings that were computed before are not computed
-again (prefixes.py, blocks.py). New tokens of all sequences go through the engine's program together, which reads weights once a step and
-computes each row as it would alone. For models without a program (decoder.py says why) they go through the modules, each sequence by itself,
-so that weights are read once for each; `fast` makes it once a step (together.py).
+through the model's modules, each by itself, in pieces that do not depend on the others; beginnings that were computed before are not
+computed again (prefixes.py, blocks.py). New tokens of all sequences go through the engine's program together, which reads weights once a
+step and computes each row as it would alone. For models without a program (decoder.py says why) they go through the modules, each sequence
+by itself, so that weights are read once for each; `fast` makes it once a step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """

@@ -37,6 +37,16 @@ LATENT: dict[str, Any] = {
     "moe_intermediate_size": 21,
 }
 
+MAMBA: dict[str, Any] = {
+    **TOKENS,
+    "hidden_size": 32,
+    "expand": 2,
+    "head_dim": 8,
+    "num_heads": 8,
+    "state_size": 8,
+    "num_hidden_layers": 2,
+}
+
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mistral": lambda: tf.MistralConfig(**GROUPED, sliding_window=WINDOW),
     "qwen3": lambda: tf.Qwen3Config(**GROUPED),
@@ -67,6 +77,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm": lambda: tf.GlmConfig(**EVEN, head_dim=8, partial_rotary_factor=0.5, attention_bias=True),
     "granite": lambda: tf.GraniteConfig(**EVEN, residual_multiplier=0.5, logits_scaling=2.0, attention_multiplier=0.3),
     "olmo": lambda: tf.OlmoConfig(**EVEN, clip_qkv=0.7),
+    "stablelm-parallel": lambda: tf.StableLmConfig(**EVEN, partial_rotary_factor=0.5, use_parallel_residual=True),
+    "olmo2": lambda: tf.Olmo2Config(**EVEN),
+    "olmo3": lambda: tf.Olmo3Config(**EVEN, sliding_window=WINDOW),
+    "olmoe": lambda: tf.OlmoeConfig(**EVEN, num_experts=4, num_experts_per_tok=2),
+    "minimax-m2": lambda: tf.MiniMaxM2Config(**EVEN, head_dim=8, **EXPERTS[0]),
     "starcoder2": lambda: tf.Starcoder2Config(**EVEN),
     "bert": lambda: tf.BertConfig(**PLAIN, is_decoder=True),
     "mixtral": lambda: tf.MixtralConfig(**EVEN, **EXPERTS[0]),
@@ -74,9 +89,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-moe": lambda: tf.Qwen3MoeConfig(**EVEN, head_dim=8, **EXPERTS[1]),
     "deepseek-v2": lambda: tf.DeepseekV2Config(**LATENT, q_lora_rank=None),
     "deepseek-v3": lambda: tf.DeepseekV3Config(**LATENT, q_lora_rank=16),
-    "mamba2": lambda: tf.Mamba2Config(
-        **TOKENS, hidden_size=32, expand=2, head_dim=8, num_heads=8, state_size=8, n_groups=2, num_hidden_layers=2
-    ),
+    "mamba2": lambda: tf.Mamba2Config(**MAMBA, n_groups=2),
+    "mamba2-one-group": lambda: tf.Mamba2Config(**MAMBA, n_groups=1),
+    "mamba2-four-groups": lambda: tf.Mamba2Config(**MAMBA, n_groups=4),
     "gpt-oss": lambda: tf.GptOssConfig(
         **EVEN, head_dim=8, **EXPERTS[0], sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),

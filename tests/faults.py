@@ -16,7 +16,7 @@ import torch
 
 from colrow.comm import regions
 from colrow.comm.group import Group
-from colrow.parallel import borders, gradients, linear
+from colrow.parallel import borders, gradients, linear, pending
 from colrow.partition import Partition
 from colrow.planning.plan import Attention
 
@@ -24,7 +24,10 @@ FORWARD = ("drop g", "bias on every rank", "rotated head map")  # logits differ
 BACKWARD = ("drop f", "drop the sum of copied heads")  # logits are right, gradients are not
 FAULTS = (*FORWARD, *BACKWARD)
 Region = Callable[..., torch.Tensor]
-OF_OTHERS = ("rotated slices", "constants of the first rank", "flat segments", "add up twice", "mean over the slice")  # not all with Llama
+OF_OTHERS = (
+    *("rotated slices", "constants of the first rank", "flat segments", "add up twice", "mean over the slice"),
+    "residual on every rank",
+)  # not all with Llama
 
 
 @contextmanager
@@ -46,6 +49,7 @@ def plant(fault: str, at: str = "") -> Iterator[list[str]]:
         "constants of the first rank": (borders, "own_part", _of_another_rank(borders.own_part, lambda rank, ranks: 0, done)),
         "flat segments": (Partition, "split", _flat(Partition.split, done)),
         "drop the sum of copied heads": (gradients, "stretches", _no_stretches(gradients.stretches, done)),
+        "residual on every rank": (pending.Pending, "settle", _whole_then_sum(done)),
         "mean over the slice": (regions, "sum_over", _own_sum(done)),
     }
     target, name, broken = place[fault]
@@ -77,13 +81,25 @@ def _twice_at_one(original: Region, at: str, done: list[str]) -> Region:
 
 
 def _bias_then_sum(done: list[str]) -> Region:
-    def add_up(partial: torch.Tensor, bias: torch.Tensor | None, group: Group, name: str | None, *_: Any) -> torch.Tensor:
-        if bias is not None:
-            done.append(name or "")
-            partial = partial + bias
-        return regions.reduce_from(partial, group, name or "")
+    def add_up(layer: Any, partial: torch.Tensor) -> torch.Tensor:
+        if layer.bias is not None:
+            done.append(layer.name or "")
+            partial = partial + layer.bias
+        return regions.reduce_from(partial, layer.group, layer.name or "")
 
     return add_up
+
+
+def _whole_then_sum(done: list[str]) -> Callable[[pending.Pending], torch.Tensor]:
+    """What is whole in a sum that waits (the residual, a bias) is added before the ranks' parts are."""
+
+    def settle(self: pending.Pending) -> torch.Tensor:
+        if self.whole is None:
+            return self.due.add_up(self.partial)
+        done.append(self.due.name)
+        return self.due.add_up(self.partial + self.whole)
+
+    return settle
 
 
 def _of_another_rank(original: Region, whose: Callable[[int, int], int], done: list[str]) -> Region:

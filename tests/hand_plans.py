@@ -1,4 +1,5 @@
-"""Megatron's plan for Llama, Qwen2 and GPT-2, written down by hand from the config: an independent check of the derived plans.
+"""Megatron's plan for Llama, Qwen2 and GPT-2, written down by hand from the config: an independent check of the derived plans. In one
+point colrow does more: positions are cut like tokens, and share their all-reduce.
 
 Query heads are balanced over the ranks; each rank holds the KV heads that its query heads use, so the ranges of two ranks may overlap. MLP
 and vocabulary are cut evenly. Nothing here looks at a model's code or weights; names are spelled out as the checkpoints have them.
@@ -7,6 +8,7 @@ and vocabulary are cut evenly. Nothing here looks at a model's code or weights; 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers import GPT2Config, LlamaConfig, PreTrainedConfig, Qwen2Config
 
@@ -77,7 +79,11 @@ def _gpt2(config: GPT2Config, ranks: int, weights: Weights) -> Plan:
     rows, features = cut(0, vocab, ranks, weights), cut(0, inner, ranks, weights)
     out = _Parts(ranks, transposed=True)
     out.vocab("transformer.wte", (vocab, h), rows, tied="lm_head.weight" if config.tie_word_embeddings else "")
-    out.tensor("transformer.wpe.weight", (config.n_positions, h), whole(ranks), "whole")
+    out.tensor("transformer.wpe.weight", (config.n_positions, h), cut(0, config.n_positions, ranks, weights), "vocab")
+    due = replace(out.regions.pop(), module="transformer.drop", place="input", arg="input")
+    out.regions += [replace(due, module=f"transformer.{t}", place="output", arg="0", op="hold", shares=due.name) for t in ("wte", "wpe")]
+    out.regions[-1] = replace(out.regions[-1], shape=(1, "S", h))
+    out.regions.append(due)
     for i in range(config.n_layer):
         at = f"transformer.h.{i}"
         fused = scaled(query, dim, copies=3)

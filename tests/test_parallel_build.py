@@ -334,7 +334,7 @@ REFUSED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "rows twice": (lambda p: tensor(p, EMBED, partition=Partition(0, (((0, 60),), ((50, 101),)))), "each held by one rank"),
     "no sum for a biased row": (lambda p: replace(p, regions=tuple(r for r in p.regions if r.module != DOWN)), "has a bias"),
     "region at no module": (region(module="model.nowhere"), "model.nowhere"),
-    "unknown op": (region(op="mean_square"), "mean_square"),
+    "unknown op": (region(op="mystery"), "mystery"),
     "unknown place": (region(place="middle"), "middle"),
     "unknown input": (region(place="input", arg="nothing"), "no input of this name"),
     "a region twice": (lambda p: replace(p, regions=(*p.regions, p.regions[0])), "twice"),

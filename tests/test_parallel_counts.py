@@ -13,7 +13,6 @@ import torch
 from colrow.comm.group import Group
 from colrow.parallel.collect import whole_gradients
 from colrow.parallel.head import sharded_logits
-from colrow.partition import even
 from colrow.planning.plan import Plan, Region
 
 from .hand_plans import hand_plan
@@ -53,7 +52,7 @@ def test_a_block_has_two_all_reduces_each_way(family: str) -> None:
         assert calls(found, "backward", BLOCKS[family].format(layer)) == 2
     assert calls(found, "forward", "loss") <= 3
     assert calls(found, "backward", "loss") == 0
-    embedding = "transformer.wte" if family == "gpt2" else "model.embed_tokens"
+    embedding = "transformer.drop" if family == "gpt2" else "model.embed_tokens"
     norm = "transformer.ln_f" if family == "gpt2" else "model.norm"
     assert (calls(found, "forward", embedding), calls(found, "backward", embedding)) == (1, 0)
     assert (calls(found, "forward", norm), calls(found, "backward", norm)) == (0, 1)
@@ -81,10 +80,6 @@ def test_token_and_position_embeddings_are_reduced_once() -> None:
     """Both tables cut along their rows, their partial sums added first: one all-reduce where two tables would pay two."""
     at = whole(case("gpt2"))
     plan = hand_plan(at.config, 3)
-    positions = replace(plan.tensors["transformer.wpe.weight"], partition=even(0, 64, 3), role="vocab")
-    once = Region("transformer.drop", "input", "input", "reduce", ("B", "S", 54), "both embeddings")
-    regions = (once, *(r for r in plan.regions if r.module != "transformer.wte"))
-    plan = replace(plan, tensors=plan.tensors | {"transformer.wpe.weight": positions}, regions=regions)
     found = counted(at, plan)
     assert calls(found, "forward", "transformer.drop") == 1
     assert calls(found, "forward", "transformer.w") == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -13,6 +14,7 @@ from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_gradients
+from colrow.partition import Partition
 from colrow.planning.choose import Choice, choose
 from colrow.planning.graph import Graph
 from colrow.planning.plan import Plan
@@ -157,21 +159,49 @@ def test_gate_is_applied_after_the_reduction() -> None:
 
 
 class NormInside(nn.Module):
-    """A norm over the hidden features of the MLP: they cannot be cut, and the note says so."""
+    """A norm over the hidden features of the MLP, and its mean: each rank has a part of the sum."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(H, I), nn.Linear(I, H)
+        self.norm, self.up, self.down = Norm(), nn.Linear(H, I), nn.Linear(I, H)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        return x + self.down(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1))
+        h = self.up(self.norm(x))
+        return x + self.down(self.scaled(h))
+
+    def scaled(self, h: torch.Tensor) -> torch.Tensor:
+        return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1)
 
 
-def test_what_a_norm_mixes_stays_whole_with_a_note() -> None:
+def test_the_mean_of_a_norm_over_a_cut_axis_is_a_region() -> None:
     _, plan = derived(NormInside)
+    assert plan.tensor("blocks.0.up.weight").role == "column"
+    (mean,) = (r for r in plan.regions if r.op == "mean" and r.module == "blocks.0")
+    assert (mean.name, mean.place, mean.arg, mean.shape) == ("blocks.0.mean.1", "inside", "1", ("B", "S", 1)), "0 is that of self.norm"
+    assert mean.partition == Partition(-1, (((0, 30),), ((30, 60),)))
+
+
+class Sorted(NormInside):
+    """What mixes the axis in another way keeps it whole, and the note says so."""
+
+    def scaled(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.sort(h, -1)[0]
+
+
+class MeanUsedWhole(NormInside):
+    """The mean goes into the residual stream too: there its gradient is no part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(self.norm(x))
+        mean = h.mean(-1, keepdim=True)
+        return x + self.down(h - mean) + mean
+
+
+@pytest.mark.parametrize(("block", "text"), [(Sorted, "mixes it"), (MeanUsedWhole, "uses a mean over a cut axis whole")])
+def test_what_mixes_an_axis_otherwise_keeps_it_whole_with_a_note(block: type[nn.Module], text: str) -> None:
+    _, plan = derived(block)
     assert plan.tensor("blocks.0.up.weight").role == "whole"
-    assert any("takes a mean over it" in n.text and "blocks.*.up" in n.subject for n in plan.notes)
+    assert any(text in n.text and "blocks.*.up" in n.subject for n in plan.notes)
     assert plan.tensor("head.weight").role == "column", "the rest is still cut"
     assert plan.tensor("blocks.0.up.weight").grad == "whole", "f before the head keeps gradients below it whole"
 

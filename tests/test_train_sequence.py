@@ -18,6 +18,7 @@ from transformers import (
     GPTNeoXConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OPTConfig,
     Phi3Config,
     PhiConfig,
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Any] = {
     "gpt-neox": lambda: GPTNeoXConfig(**PLAIN),
     "opt": lambda: OPTConfig(**tiny.TOKENS, hidden_size=48, ffn_dim=51, num_hidden_layers=2, num_attention_heads=6, dropout=0.0),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    "olmo2": lambda: Olmo2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}),
     "gpt-j": lambda: GPTJConfig(**tiny.TOKENS, n_embd=48, n_head=6, n_layer=2, n_inner=51, rotary_dim=4, n_positions=64, resid_pdrop=0.0),
 }
 

@@ -11,9 +11,11 @@ for one pair of states:
     gather_sequence            all-gather       reduce-scatter   slice -> whole   partial at the output, slice at the input
     reduce_scatter_sequence    reduce-scatter   all-gather       partial -> slice slice at the output, whole at the input
 
+    sum_over                   all-reduce       all-reduce       partial -> whole partial at the output, whole at the input
+
 f and g are those of Megatron-LM (Shoeybi et al., arXiv:1909.08053, section 3, figure 3); the sequence pair are g-bar's and its conjugate of
-Korthikanti et al. (arXiv:2205.05198, section 4.2.2, figure 5). A value that is reduced and then used by split work in both directions is
-`copy_to(reduce_from(x, ...), ...)`.
+Korthikanti et al. (arXiv:2205.05198, section 4.2.2, figure 5). `sum_over` is g and then f: for a value that is reduced and then used by
+split work, such as the statistic of a norm over a cut axis.
 
 The call in the backward pass is counted under name + ".grad". Where no gradient is wanted no graph node is made. Second derivatives are
 refused by autograd (`once_differentiable`), not computed wrongly.
@@ -42,6 +44,11 @@ def reduce_from(x: torch.Tensor, group: Group, name: str, inplace: bool = False)
     With `inplace` the sum is written into `x`: for a product that nobody else reads and that its own backward pass does not need.
     """
     return _run(_Reduce, collectives.all_reduce, x, group, name, "sum", inplace)
+
+
+def sum_over(x: torch.Tensor, group: Group, name: str) -> torch.Tensor:
+    """g, then f. Forward and backward: all-reduce. For what split work has summed and split work goes on with."""
+    return copy_to(reduce_from(x, group, name), group, name)
 
 
 def gather_from(x: torch.Tensor, group: Group, name: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:

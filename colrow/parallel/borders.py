@@ -1,4 +1,4 @@
-"""The plan's regions as hooks at module borders: f, g, gathers.
+"""The plan's regions as hooks at module borders: f, g, gathers, and sums that wait.
 
 A region says where a tensor changes its state: at a named input or output of a module. Row-parallel layers and vocabulary-parallel
 embeddings reduce by themselves (the bias comes after the sum), so their regions are not hooked here. Hooks see the module's call as it is
@@ -21,10 +21,12 @@ from ..comm import regions
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
-from ..planning.plan import Region
+from ..planning.plan import Plan, Region
+from .pending import Due, Pending, settled
 from .state import State, is_head
 
-Change = Callable[[torch.Tensor], torch.Tensor]
+Change = Callable[[Any], Any]
+"""Of a tensor, or of a sum that waits, into one of the two."""
 
 
 def install(model: nn.Module, state: State, region: Region) -> None:
@@ -49,18 +51,44 @@ def forget_copies(model: nn.Module, state: State) -> None:
     model.register_forward_hook(lambda *_: state.copies.forget(), always_call=True)
 
 
+def due(state: State, hold: Region) -> Due:
+    """The reduction that a sum waits for."""
+    region = awaited(state.plan, hold)
+    scattered = state.sequence is not None and region in state.sequence.cut.regions
+    return Due(region.name, state.group, _sum(state, region), scattered)
+
+
+def awaited(plan: Plan, hold: Region) -> Region:
+    """UserError where the plan does not have the reduction that a region waits for."""
+    for region in plan.regions:
+        if region.op == "reduce" and region.name == hold.shares and not region.ranks:
+            return region
+    raise UserError(f"{hold.name} waits for a reduction that the plan does not have", hold.shares, "the name of one of all ranks")
+
+
+def _sum(state: State, region: Region) -> Change:
+    """g; under sequence parallelism the rank's slice of the sum."""
+    group, name, sequence = _group(state.group, region), region.name, state.sequence
+    if sequence is not None and region in sequence.cut.regions:
+        return lambda x: sequence.scatter(x, name)
+    return lambda x: regions.reduce_from(x, group, name)
+
+
 def _change(state: State, region: Region) -> Change:
+    if region.op == "reduce":
+        waits = any(r.op == "hold" and r.shares == region.name for r in state.plan.regions)
+        return settled if waits else _sum(state, region)
+    if region.op == "hold":
+        sum_of_all = due(state, region)
+        return lambda x: Pending(x, None, sum_of_all)
     group, name = _group(state.group, region), region.name
     sequence = state.sequence
     if sequence is not None and region in sequence.cut.regions:
-        change = sequence.gather if region.op == "copy" else sequence.scatter
-        return lambda x: change(x, name)
+        return lambda x: sequence.gather(x, name)
     if region.op == "copy" and region.place == "input":
         return lambda x: state.copies.copy(x, group, name)
     if region.op == "copy":
         return lambda x: regions.copy_to(x, group, name)
-    if region.op == "reduce":
-        return lambda x: regions.reduce_from(x, group, name)
     assert region.partition is not None  # a gather or a slice: check.py has seen to it
     if region.op == "slice":
         return functools.partial(own_part, region.partition, group.rank, name)
@@ -110,7 +138,7 @@ def on_input(module: nn.Module, arg: str, change: Change) -> Callable[..., Any]:
 
 def on_output(arg: str, change: Change) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple, output: Any) -> Any:
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, torch.Tensor | Pending):
             return change(output)
         if isinstance(output, dict):  # ModelOutput too
             key = arg if arg in output else list(output)[int(arg or 0)]

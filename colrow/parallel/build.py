@@ -24,8 +24,24 @@ from ..partition import Partition
 from ..planning import models
 from ..planning.graph import is_table
 from ..planning.plan import Edit, Plan, Region
-from . import attention, borders, embedding, experts, generate, gradients, guards, head, linear, load, once, random, save, sequence_probe
-from .check import check, reduces
+from . import (
+    attention,
+    borders,
+    embedding,
+    experts,
+    generate,
+    gradients,
+    guards,
+    head,
+    linear,
+    load,
+    norm,
+    once,
+    random,
+    save,
+    sequence_probe,
+)
+from .check import check, reduces, waits
 from .sequence import Mode, Sequence
 from .sequence import install as install_sequence
 from .sequence import make as make_sequence
@@ -79,14 +95,15 @@ def _apply(model: nn.Module, plan: Plan, group: Group, cut: Sequence | None) -> 
         path, _, key = buffer.name.rpartition(".")
         whole = model.get_buffer(buffer.name)
         model.get_submodule(path)._buffers[key] = buffer.partition.split(whole, group.rank).clone()
-    reduced = _change_layers(model, plan, group, cut)
+    done = _change_layers(model, state)
     for edit in plan.edits:
         _edit(model.get_submodule(edit.module), edit, group.rank)
     for heads in plan.attention:
         attention.apply(model.get_submodule(heads.module), heads, group.rank)
     for region in plan.regions:
-        if region not in reduced:
+        if region not in done and region.op != "mean":
             borders.install(model, state, region)
+    norm.install(model, plan, group)
     once.install(model, plan, group)
     experts.choose(model, plan)
     state.sums = gradients.install(model, plan, group)
@@ -108,9 +125,10 @@ def _slice(parameter: nn.Parameter, partition: Partition, rank: int) -> None:
         parameter.grad = None
 
 
-def _change_layers(model: nn.Module, plan: Plan, group: Group, cut_sequence: Sequence | None) -> set[Region]:
+def _change_layers(model: nn.Module, state: State) -> set[Region]:
     """Gives each layer with a cut weight its class. Returns the regions that these layers carry out themselves."""
-    reduced = set()
+    plan, group, cut_sequence = state.plan, state.group, state.sequence
+    done = set()
     for name, entry in plan.names():
         path, _, key = name.rpartition(".")
         layer, cut = model.get_submodule(path), entry.partition
@@ -124,14 +142,17 @@ def _change_layers(model: nn.Module, plan: Plan, group: Group, cut_sequence: Seq
         elif type(layer) in linear.OUTPUT_DIM and cut.dim == linear.OUTPUT_DIM[type(layer)]:
             linear.make_column(layer, group, path)
             continue
+        elif type(layer) in linear.OUTPUT_DIM and (hold := waits(plan, path)) is not None:
+            linear.make_row(layer, group, None, due=borders.due(state, hold))
+            region = hold
         elif type(layer) in linear.OUTPUT_DIM:
             scattered = cut_sequence if cut_sequence is not None and region in cut_sequence.cut.regions else None
             linear.make_row(layer, group, region.name if region else None, scattered)
         else:
             continue
         if region is not None:
-            reduced.add(region)
-    return reduced
+            done.add(region)
+    return done
 
 
 def _edit(module: nn.Module, edit: Edit, rank: int) -> None:

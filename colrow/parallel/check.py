@@ -18,7 +18,8 @@ from ..errors import UserError
 from ..partition import Partition
 from ..planning.graph import is_table
 from ..planning.plan import Attention, BufferPlan, Edit, Plan, Region, TensorPlan
-from . import attention
+from . import attention, norm
+from .borders import awaited
 from .embedding import check_vocab
 from .linear import OUTPUT_DIM
 
@@ -103,7 +104,7 @@ def _check_cut(plan: Plan, module: nn.Module, name: str, key: str, entry: Tensor
             raise UserError(f"the bias of {name} does not fit the cut of its weight", bias.pieces, works)
         if not column and cut.shared():
             raise UserError(f"input features of {name} lie on two ranks and would be added twice", cut.pieces, "each index on one rank")
-        if not column and bias is not None and reduces(plan, name) is None:
+        if not column and bias is not None and reduces(plan, name) is None and waits(plan, name) is None:
             works = f"reduce at the output of {name}"
             raise UserError(f"{name} has a bias, which can only be added after a sum at its own output", "no such region", works)
     elif kind in OUTPUT_DIM and key == "bias":
@@ -132,6 +133,11 @@ def reduces(plan: Plan, module: str) -> Region | None:
     return next(found, None)
 
 
+def waits(plan: Plan, module: str) -> Region | None:
+    """The region that holds the module's own output until it is added up with others."""
+    return next((r for r in plan.regions if (r.module, r.place, r.op) == (module, "output", "hold")), None)
+
+
 def _module(model: nn.Module, name: str, what: str) -> nn.Module:
     try:
         return model.get_submodule(name)
@@ -141,7 +147,14 @@ def _module(model: nn.Module, name: str, what: str) -> nn.Module:
 
 def _check_region(model: nn.Module, plan: Plan, region: Region) -> None:
     module = _module(model, region.module, "a region")
-    if region.op not in ("copy", "reduce", "gather", "slice") or region.place not in ("input", "output"):
+    if region.op == "mean":
+        norm.check(region, plan.ranks)
+        return
+    if region.op == "hold":
+        awaited(plan, region)
+    if (region.op, region.place) == ("hold", "input"):
+        raise UserError(f"the region {region.name} cannot be carried out", "a sum waits from an output on", "hold at an output")
+    if region.op not in ("copy", "reduce", "gather", "slice", "hold") or region.place not in ("input", "output"):
         raise UserError(
             f"the region {region.name} cannot be carried out", f"{region.op} at the {region.place}", "copy, reduce, gather or slice"
         )

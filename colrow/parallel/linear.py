@@ -26,6 +26,7 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition, whole
 from .gradients import sum_copies
+from .pending import Due, Pending
 
 if TYPE_CHECKING:
     from .sequence import Sequence
@@ -84,6 +85,7 @@ class RowParallelLinear(nn.Linear):
     group: Group
     name: str | None
     sequence: Sequence | None = None  # where the sum stays scattered along the sequence
+    due: Due | None = None  # where it waits for others
     deferred: bool = False  # forward leaves partial sums: whoever calls adds its own and then calls add_up (lora.py)
 
     def __init__(
@@ -114,7 +116,7 @@ class RowParallelLinear(nn.Linear):
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
         """The layer's output from the ranks' partial sums, which may be changed in place."""
-        return _add_up(partial, self.bias, self.group, self.name, self.sequence)
+        return _add_up(self, partial)
 
 
 class ColumnParallelConv1D(Conv1D):
@@ -127,6 +129,7 @@ class RowParallelConv1D(Conv1D):
     group: Group
     name: str | None
     sequence: Sequence | None = None
+    due: Due | None = None
     deferred: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,16 +138,19 @@ class RowParallelConv1D(Conv1D):
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
         """As RowParallelLinear's."""
-        return _add_up(partial, self.bias, self.group, self.name, self.sequence)
+        return _add_up(self, partial)
 
 
-def _add_up(partial: torch.Tensor, bias: torch.Tensor | None, group: Group, name: str | None, sequence: Sequence | None) -> torch.Tensor:
+def _add_up(layer: RowParallelLinear | RowParallelConv1D, partial: torch.Tensor) -> torch.Tensor:
     """g, then the bias once. Both in place: the product has no other reader, and its backward pass does not need it."""
+    bias, name, sequence = layer.bias, layer.name, layer.sequence
+    if layer.due is not None:
+        return Pending(partial, bias, layer.due)  # type: ignore[return-value]
     if name is None:
         return partial
     if sequence is not None and sequence.active:
         return _scatter_then_bias(partial, bias, sequence, name)
-    y = regions.reduce_from(partial, group, name, inplace=True)
+    y = regions.reduce_from(partial, layer.group, name, inplace=True)
     return y if bias is None else y.add_(bias)
 
 
@@ -159,11 +165,11 @@ def make_column(layer: nn.Module, group: Group, name: str) -> None:
     become(layer, ColumnParallelLinear if isinstance(layer, nn.Linear) else ColumnParallelConv1D, group, name, copy_input=False)
 
 
-def make_row(layer: nn.Module, group: Group, name: str | None, sequence: Sequence | None = None) -> None:
+def make_row(layer: nn.Module, group: Group, name: str | None, sequence: Sequence | None = None, due: Due | None = None) -> None:
     """Turns a layer whose parameters are the rank's already into a row-parallel one, in place. `name` is the call site of g.
 
-    None: its partial sums are added elsewhere, with others."""
-    become(layer, RowParallelLinear if isinstance(layer, nn.Linear) else RowParallelConv1D, group, name, sequence=sequence)
+    None: its partial sums are added elsewhere, with others; with `due` its bias too, or what else is whole."""
+    become(layer, RowParallelLinear if isinstance(layer, nn.Linear) else RowParallelConv1D, group, name, sequence=sequence, due=due)
 
 
 def become(layer: nn.Module, cls: type[nn.Module], group: Group, name: str | None, **attributes: Any) -> None:

@@ -188,7 +188,7 @@ def make(model: nn.Module, plan: Plan, group: Group, mode: Mode) -> Sequence | N
     cut = planning.cut(plan, mode == "again")
     if cut is None:
         raise UserError("sequence parallelism needs blocks whose attention and MLP are split", name, works)
-    shared = frozenset(region.shares for region in plan.regions if region.shares)
+    shared = frozenset(region.shares for region in plan.regions if region.op == "copy" and region.shares)
     return Sequence(group, cut, shared, getattr(model, "_can_set_experts_implementation", lambda: False)())
 
 

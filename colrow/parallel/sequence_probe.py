@@ -20,7 +20,8 @@ from ..planning.plan import Plan
 from ..planning.record import THROUGH_INTERFACE, record
 from ..planning.sequence import with_partial_gradients
 from ..planning.trace import Op, Trace, empty_model
-from .sequence import Mode
+from .borders import awaited
+from .sequence import Mode, Sequence
 from .sites import Silent, at_present
 
 WORKS = "training without sequence parallelism"
@@ -32,10 +33,11 @@ def suited(model: Any, plan: Plan, split: Callable[[nn.Module, Plan, Mode], nn.M
     _check_attention(model, plan)
     before = _run(split(at_present(model), plan, "off"), model)
     plan = _behind_reshapes(plan, before)
-    plain, sliced = _shapes(before), _shapes(_run(split(at_present(model), plan, "keep"), model))
+    part: Any = split(at_present(model), plan, "keep")
+    found = _waiting(plan, part.colrow.sequence)
+    plain, sliced = _shapes(before), _shapes(_run(part, model))
     if plain.keys() != sliced.keys() or plain[""] != sliced[""]:
         raise UserError("sequence parallelism changes what the model computes", type(model).__name__, WORKS)
-    found = set()
     for entry in plan.tensors.values():
         path = entry.name.rpartition(".")[0]
         while path and path not in plain:  # a plain attribute of a module that is not called by itself
@@ -43,6 +45,15 @@ def suited(model: Any, plan: Plan, split: Callable[[nn.Module, Plan, Mode], nn.M
         if entry.partition.is_whole and plain.get(path) != sliced.get(path):
             found.add(entry.name)
     return with_partial_gradients(plan, found)
+
+
+def _waiting(plan: Plan, sequence: Sequence | None) -> set[str]:
+    """Biases that wait beside a partial sum (pending.py) until it is scattered, and are then added to slices."""
+    found = set()
+    for region in plan.regions:
+        if region.op == "hold" and sequence is not None and awaited(plan, region) in sequence.cut.regions:
+            found |= {f"{region.module}.bias"} & plan.tensors.keys()
+    return found
 
 
 def _run(part: Any, model: Any) -> Trace:
@@ -80,7 +91,8 @@ def _behind_reshapes(plan: Plan, found: Trace) -> Plan:
             module, arg = borders[value]
             region = replace(region, module=module, arg=arg)
         regions.append(region)
-    return replace(plan, regions=tuple(regions))
+    names = {old.name: new.name for old, new in zip(plan.regions, regions, strict=True) if old.op == "reduce"}
+    return replace(plan, regions=tuple(replace(r, shares=names.get(r.shares, r.shares)) if r.op == "hold" else r for r in regions))
 
 
 def _check_attention(model: Any, plan: Plan) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
+from .flow import Flow, Problem, price
 from .graph import Border, Graph
-from .sums import COLLECTIVE, Flow, Problem
 from .trace import Op
 
 
@@ -69,6 +69,7 @@ class _Walk:
                 self.out.problems.append(Problem("", "the backward pass", "does not settle on places for f"))
             elif self.whole(value):
                 self._visit(value)
+        self._check_means()
         return self.out
 
     def whole(self, value: int) -> bool:
@@ -124,6 +125,8 @@ class _Walk:
         elif value in self.graph.parameter_of:
             self._parameter(value, whole)
             return
+        elif self._is_mean(value):
+            self.partial.discard(value)  # f is part of it
         elif whole or value in self.flow.reduced or self._is_start(value):
             self._place(value, partial)
             return
@@ -148,6 +151,18 @@ class _Walk:
     def _counts(self, op: int) -> bool:
         """A gradient comes back through this op."""
         return any(self.graph.differentiable[o] for o in self.graph.results[op])
+
+    def _is_mean(self, value: int) -> bool:
+        """The mean over a cut axis, as its op gives it."""
+        return self.graph.producer[value] in self.flow.means and not self.graph.leaves[value] & self.flow.chosen
+
+    def _check_means(self) -> None:
+        """The f that is part of a mean is right where all that use the mean work on slices."""
+        for i in self.flow.means:
+            for o in self.graph.op(i).outputs:
+                whole = self.uses(o)[1] if o >= 0 and self._is_mean(o) and self.graph.differentiable[o] else []
+                for op in whole:
+                    self.out.problems.append(Problem(self.graph.trace.module_of(op), op.name, "uses a mean over a cut axis whole"))
 
     def _is_start(self, value: int) -> bool:
         """Looked up from a table by the model's inputs: where activations begin, and a partial gradient has come too far."""
@@ -234,8 +249,7 @@ class _Walk:
     def _price(self, borders: frozenset[Border]) -> tuple[float, int]:
         """What the set costs; among equals, outputs of modules are preferred."""
         values = {b.value for b in borders}
-        cost = sum(self.graph.per_token(v) + COLLECTIVE * self.graph.hidden for v in values)
-        return cost, sum(b.place == "input" for b in borders)
+        return sum(price(self.graph, v) for v in values), sum(b.place == "input" for b in borders)
 
     def _here(self, value: int, partial: list[Op], whole: list[Op]) -> frozenset[Border] | None:
         """Borders at which f on this very value covers its partial uses and no others."""

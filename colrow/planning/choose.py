@@ -16,9 +16,10 @@ from .adjoint import Gradients, backward
 from .cuts import Cut, CutError, Cuts, cut_axis, cut_blocks, cut_heads
 from .edits import Uses
 from .factors import Dim, Node, leaves, resolve, size
-from .graph import Graph
+from .flow import Flow, Problem
+from .graph import Border, Graph
 from .plan import Edit
-from .sums import APPLIER, Capabilities, Flow, Problem, forward
+from .sums import forward
 
 WORTH = 2.0
 """A cut is made where cost (elements per token) times hidden size is at most this many times the parameter elements it saves."""
@@ -71,14 +72,14 @@ class Choice:
     rejected: list[Rejected]
 
 
-def choose(graph: Graph, ranks: int, weights: Sequence[float] | None = None, can: Capabilities = APPLIER, block: int = 1) -> Choice:
+def choose(graph: Graph, ranks: int, weights: Sequence[float] | None = None, block: int = 1) -> Choice:
     """The choice for a number of ranks (at least 2). `block`: of the innermost dim of weights, which no cut should go through."""
-    return _Chooser(graph, ranks, weights, can, block).run()
+    return _Chooser(graph, ranks, weights, block).run()
 
 
 class _Chooser:
-    def __init__(self, graph: Graph, ranks: int, weights: Sequence[float] | None, can: Capabilities, block: int) -> None:
-        self.graph, self.ranks, self.weights, self.can, self.block = graph, ranks, weights, can, block
+    def __init__(self, graph: Graph, ranks: int, weights: Sequence[float] | None, block: int) -> None:
+        self.graph, self.ranks, self.weights, self.block = graph, ranks, weights, block
         self.uses = Uses(graph)
         self.rejected: list[Rejected] = []
 
@@ -127,7 +128,7 @@ class _Chooser:
             return None
         options, text = self._options(candidate)
         for cut in options:
-            flow = forward(self.graph, frozenset(cut.leaves), self.can)
+            flow = forward(self.graph, frozenset(cut.leaves))
             trouble = self._trouble(cut, flow)
             gain, cost = self._gain(cut.leaves), flow.cost(self.graph)
             worth = WORTH_OF_TABLE if self._is_lookup(flow) else WORTH
@@ -207,6 +208,8 @@ class _Chooser:
     def _differing(self, flow: Flow, gradients: Gradients) -> list[Problem]:
         """A module that runs several times has one set of hooks: what happens at its borders must be the same in every run."""
         borders = [("g", b) for b in flow.reduced.values()] + [("f", b) for bs in gradients.copies.values() for b in bs]
+        borders += [("a summand that waits", b) for bs in flow.held.values() for b in bs]
+        borders += [("a mean", Border(m.call, "inside", str(m.number), m.value)) for i in flow.means for m in self.graph.statistics[i]]
         calls = self.graph.trace.calls
         present = {(op, b.call, b.place, b.arg) for op, b in borders}
         for op, b in borders:
@@ -252,9 +255,9 @@ class _Chooser:
         return total
 
     def _drop_lonely_lookups(self, found: list[Accepted]) -> list[Accepted]:
-        """Tables whose rows are only looked up and then added to each other (tokens and positions) should share one all-reduce. No module
-        border lies after the sum, so only the largest table is cut: the others save no arithmetic and would each cost a collective of their
-        own."""
+        """Tables whose rows are only looked up and then added to each other (tokens and positions) should share one all-reduce. Where no
+        module border lies after the sum, only the largest table is cut: the others save no arithmetic and would each cost a collective of
+        their own."""
         groups: dict[int, list[Accepted]] = {}
         for a in found:
             landing = self._landing(a)
@@ -262,12 +265,15 @@ class _Chooser:
                 groups.setdefault(landing, []).append(a)
         dropped: list[Accepted] = []
         for group in groups.values():
+            if len(forward(self.graph, frozenset(leaf for a in group for leaf in a.cut.leaves)).reduced) == 1:
+                continue
             best = max(group, key=lambda a: a.gain)
+            table = self.graph.parameters_with[best.cut.leaves[0]][0]
             for a in group:
-                if a is not best:
-                    dropped.append(a)
-                    table = self.graph.parameters_with[best.cut.leaves[0]][0]
-                    self._reject(a.candidate, f"only looked up, its sum would need an all-reduce of its own beside that of {table}")
+                if a is best:
+                    continue
+                dropped.append(a)
+                self._reject(a.candidate, f"only looked up, its sum would need an all-reduce of its own beside that of {table}")
         return [a for a in found if a not in dropped]
 
     def _is_lookup(self, flow: Flow) -> bool:
@@ -288,7 +294,7 @@ class _Chooser:
         """All accepted cuts at once. Where they do not go together, the least worthwhile is given up."""
         while True:
             cuts = Cuts(self.ranks, [a.cut for a in accepted])
-            flow = forward(self.graph, cuts.leaves, self.can)
+            flow = forward(self.graph, cuts.leaves)
             gradients = backward(self.graph, flow) if not flow.problems else Gradients()
             edits, problems = self.uses.solve(cuts, flow) if not flow.problems else ([], [])
             trouble = [*flow.problems, *gradients.problems, *self._differing(flow, gradients), *problems]

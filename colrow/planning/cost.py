@@ -117,28 +117,28 @@ def is_head(region: Region) -> bool:
 def _forward(region: Region, whole_logits: bool) -> Iterator[tuple[str, str]]:
     if region.op == "gather" and (whole_logits or not is_head(region)):
         yield "all_gather", region.name
-    if region.op in ("reduce", "mean_square"):
+    if region.op in ("reduce", "mean"):
         yield "all_reduce", region.name
 
 
 def _backward(region: Region) -> Iterator[tuple[str, str]]:
-    if region.op in ("copy", "mean_square") and not region.shares:
+    if region.op in ("copy", "mean") and not region.shares:
         yield "all_reduce", f"{region.name}.grad"
 
 
 def size_of(region: Region, sizes: dict[str, int], dtype_bytes: int) -> tuple[int, int]:
     """Bytes of the region's whole tensor, and of one element. `sizes`: of the dims that have names ("B", "S", "E")."""
     shape = [sizes[n] if isinstance(n, str) else n for n in region.shape]
-    if region.op == "mean_square":
-        shape[-1] = 1  # one statistic a row
-    unit = 4 if region.dtype == "float32" else dtype_bytes
+    unit = 4 if region.dtype == "float32" else max(dtype_bytes, 4) if region.op == "mean" else dtype_bytes
     return prod(shape) * unit, unit
 
 
 def _parts(region: Region, size: int) -> tuple[int, ...]:
     """Bytes of each rank's slice of a gather."""
     cut = region.partition
-    return () if cut is None or cut.is_whole else tuple(size // cut.size * cut.local_size(r) for r in range(cut.ranks))
+    if region.op != "gather" or cut is None or cut.is_whole:
+        return ()
+    return tuple(size // cut.size * cut.local_size(r) for r in range(cut.ranks))
 
 
 def _loss(plan: Plan, rows: int, dtype_bytes: int) -> list[Predicted]:

@@ -10,12 +10,14 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .factors import Node, leaves, resolve
 from .inputs import DECODED, TOKENS, vocabulary
+from .means import TAKEN, Mean, numbered
 from .rules import Axes, follow
 from .trace import Call, Op, Trace, TraceError
 
@@ -39,10 +41,10 @@ def is_table(cls: type) -> bool:
 
 @dataclass(frozen=True)
 class Border:
-    """A place where a region can stand: a value entering (`place` "input") or leaving a module call under a name."""
+    """A place where a region can stand: a value entering (`place` "input") or leaving a module call under a name, or a mean in it."""
 
     call: int
-    place: str
+    place: Literal["input", "output", "inside"]
     arg: str
     value: int
 
@@ -190,6 +192,13 @@ class Graph:
         for call in self.trace.calls:
             out[call.module].append(call.index)
         return out
+
+    @cached_property
+    def statistics(self) -> dict[int, tuple[Mean, ...]]:
+        """Op -> the means that it takes, numbered in the call it runs in."""
+        calls = {op.call for op in self.trace.ops if op.name in TAKEN}
+        found = (numbered(self.trace, self.trace.calls[c]) for c in calls)
+        return {i: means for each in found for i, means in each.items() if means[0].call == self.trace.ops[i].call}
 
     @cached_property
     def owned(self) -> dict[str, list[str]]:

@@ -3,7 +3,7 @@
 A plan has five parts, each entry with its reason in words:
 
 * `tensors`    one per parameter: its partition, its role, and whether its gradient arrives whole or as a part to be summed;
-* `regions`    where a tensor changes its state between ranks: f, g, a gather, a reduced statistic, at a module's input or output;
+* `regions`    where a tensor changes its state between ranks: f, g, a gather at a module's input or output, a mean inside it;
 * `edits`      integers of modules (head counts, split sizes) that differ on a rank;
 * `attention`  for each attention call, the query and KV heads of every rank;
 * `buffers`    saved buffers that are cut.
@@ -26,12 +26,15 @@ Role = Literal["column", "row", "vocab", "split", "whole"]
 """column: cut along output features. row: cut along input features, its output is a partial sum. vocab: an embedding cut along its rows.
 split: any other cut tensor (per-head constants, norms over a split axis). whole: every rank holds all of it."""
 
-RegionOp = Literal["copy", "reduce", "gather", "slice", "mean_square"]
+RegionOp = Literal["copy", "reduce", "gather", "slice", "hold", "mean"]
 """copy: Megatron's f (identity forward, all-reduce of the gradient backward). reduce: g (all-reduce forward, identity backward).
 gather: slices put side by side along `dim` (all-gather forward, the rank's slice of the gradient backward).
 slice: of a constant that the model's code makes for all heads, the rank's own part (no communication). `partition` then cuts a dim, or
 stretches of its own size that the dim consists of (batch and heads in one dim).
-mean_square: a norm over a split axis: the sum of squares is reduced, in both directions."""
+hold: a partial sum that is added to others, or to what is whole, before all of it is reduced: it waits for the reduction that `shares`
+names (no communication of its own).
+mean: `arg` is the number of a mean, taken inside the module's forward, over a split dim: that of a norm. The ranks' sums are added and
+divided by the whole size, forward and backward. `partition` cuts the dim, counted from the end."""
 
 VERSION = 1
 
@@ -58,7 +61,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Region:
-    """A change of state at a module's border.
+    """A change of state at a module's border, or of a mean inside.
 
     `place` is "input" or "output"; `arg` names the input (a parameter name of the module's forward) or the output ("0" for a tensor or the
     first of a tuple, a field name such as "logits" for a dict). `shape` is the shape of the WHOLE tensor with "B" and "S" for batch and
@@ -67,15 +70,15 @@ class Region:
     """
 
     module: str
-    place: Literal["input", "output"]
+    place: Literal["input", "output", "inside"]
     arg: str
     op: RegionOp
     shape: tuple[int | str, ...]
     reason: str
-    partition: Partition | None = None  # gather: the cut that is undone; else None
+    partition: Partition | None = None  # gather: the cut that is undone; slice, mean: that of the dim; else None
     ranks: tuple[tuple[int, ...], ...] = ()  # the groups that reduce separately; () = all ranks together
     dtype: str = ""
-    shares: str = ""  # copy: the call site of an earlier f of the same tensor, which serves this border too (one all-reduce)
+    shares: str = ""  # copy: the call site of an earlier f of the same tensor, which serves this border too. hold: that of the reduction
     calls: int = 1  # how often the module runs in one pass (layers that share their weights)
     steps: bool = True
     """Whether every step of decoding with the cache comes here. False: what changes its state is made of no token (an encoder's input, a
@@ -84,7 +87,8 @@ class Region:
     @property
     def name(self) -> str:
         """The call site's name in counters, headers and traces."""
-        return f"{self.module or 'model'}.{self.place}" if self.arg in ("", "0") else f"{self.module or 'model'}.{self.place}.{self.arg}"
+        name = f"{self.module or 'model'}.{'mean' if self.op == 'mean' else self.place}"
+        return name if self.arg in ("", "0") else f"{name}.{self.arg}"
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from . import inputs
+from . import inputs, replay_means
 from .plan import Plan
 from .replay_borders import Borders
 from .replay_memory import Memory, put
-from .replay_ops import call, run
+from .replay_ops import run
+from .replay_tools import call
 from .spread import ReplayError, Spread, cut, everywhere
 from .trace import Trace, trace
 
@@ -131,7 +132,8 @@ def _run_ranks(
             if op.mutates is not None:
                 values.update((w, everywhere(whole[w], plan.ranks)) for w in memory.targets(op))
             continue
-        outs = run(op, {i: borders.seen(i, op.index, values) for i in ids}, t.where(op))
+        seen = {i: borders.seen(i, op.index, values) for i in ids}
+        outs = (replay_means.run if op.index in borders.means else run)(op, seen, t.where(op))
         for o, out in zip([o for o in op.outputs if o >= 0], outs, strict=True):
             values[o] = out
         if op.mutates is not None:

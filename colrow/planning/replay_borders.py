@@ -6,10 +6,12 @@ What happens between borders is in replay_ops.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from .means import numbered
 from .plan import Plan, Region
 from .spread import ReplayError, Spread, full
 from .trace import Call, Trace
@@ -73,8 +75,6 @@ def apply(region: Region, x: Spread) -> Spread:
         raise ReplayError(f"{region.name}: adds up values that are no summands, they are {x.state()}")
     if region.op == "copy" and x.partial:
         raise ReplayError(f"{region.name}: copies a tensor that is {x.state()}")
-    if region.op not in ("reduce", "copy"):
-        raise ReplayError(f"{region.name}: {region.op} cannot be replayed yet")
     change = Reduce if region.op == "reduce" else Copy
     data = list(x.data)
     for ranks in region.ranks or (tuple(range(x.ranks)),):
@@ -90,10 +90,12 @@ class Borders:
         calls: dict[str, list[Call]] = {}
         for c in t.calls:
             calls.setdefault(c.module, []).append(c)
-        # a slice of a constant needs nothing here: where a whole one meets slices, a rank uses its own part of it
-        entries = [(region, c) for region in plan.regions if region.op != "slice" for c in _calls_of(region, calls)]
-        # where several borders fall together: what leaves a module before what enters one, inner modules first
-        self.todo = sorted(entries, key=lambda e: (_at(*e), e[0].place == "input", -e[1].index))
+        # a slice of a constant needs nothing here: where a whole one meets slices, a rank uses its own part of it; nor does a summand
+        # that waits, which is followed as a partial sum like any other
+        entries = [(region, c) for region in plan.regions if region.op in ("copy", "reduce", "gather") for c in _calls_of(region, calls)]
+        self.means = {i for region in plan.regions if region.op == "mean" for i in _means_of(region, t, calls)}
+        # where several borders fall together: what leaves a module before what enters one, inner modules first, sums before copies of them
+        self.todo = sorted(entries, key=lambda e: (_at(*e), e[0].place == "input", e[0].op == "copy", -e[1].index))
         self.inside: list[tuple[int, int, int]] = []  # (value, first, last): these ops see the value behind an f
         self.copies: dict[int, Spread] = {}  # one f per value, whoever asks for it
 
@@ -109,12 +111,23 @@ class Borders:
                 if value not in self.copies:
                     self.copies[value] = apply(region, values[value])
                 self.inside.append((value, c.first, c.last))
+            elif region.op == "reduce":  # for all that use the value: nobody has before
+                values[c.inputs[region.arg]] = apply(region, values[c.inputs[region.arg]])
             else:
                 raise ReplayError(f"{region.name}: {region.op} at an input cannot be replayed")
 
     def seen(self, value: int, op: int, values: dict[int, Spread]) -> Spread:
         behind = any(v == value and first <= op < last for v, first, last in self.inside)
         return self.copies[value] if behind else values[value]
+
+
+def _means_of(region: Region, t: Trace, calls: dict[str, list[Call]]) -> Iterator[int]:
+    """The ops that take the mean of a region, one in each call of its module."""
+    for c in calls.get(region.module, []):
+        found = [i for i, means in numbered(t, c).items() if region.arg in {str(m.number) for m in means}]
+        if not found:
+            raise ReplayError(f"{region.name}: the module takes no such mean")
+        yield from found
 
 
 def _at(region: Region, c: Call) -> int:

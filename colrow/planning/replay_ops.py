@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
-from .spread import Held, ReplayError, Spread, common, counted_once, everywhere, full
+from .replay_products import CONTRACT
+from .replay_tools import Inputs, as_sum, call, meeting, once, own, per_rank
+from .spread import Held, ReplayError, Spread, counted_once, everywhere, full
 from .trace import Op, Ref
 
 # fmt: off
@@ -36,7 +38,6 @@ MIXES: dict[str, Callable[[tuple[Any, ...], int], list[int]]] = {
     "native_layer_norm": lambda args, dims: list(range(dims - len(args[1]), dims)),
     "_fused_rms_norm": lambda args, dims: list(range(dims - len(args[1]), dims)),
 }
-Inputs = dict[int, Spread]  # value id -> state
 
 
 def _reduced(args: tuple[Any, ...], dims: int) -> list[int]:
@@ -70,41 +71,7 @@ def run(op: Op, inputs: Inputs, where: str) -> list[Spread]:
     for spread in inputs.values():
         if not spread.is_whole:
             raise ReplayError(f"{where} needs whole inputs, one is {spread.state()}")
-    return _per_rank(op, inputs)
-
-
-def call(op: Op, tensors: dict[int, torch.Tensor]) -> Any:
-    """Run the op's function with these tensors. In-place ops work on a copy; everything runs on the CPU in the inputs' precision."""
-
-    def fill(tree: Any) -> Any:
-        if isinstance(tree, Ref):
-            return tensors[tree.id]
-        if isinstance(tree, list | tuple):
-            return type(tree)(fill(x) for x in tree)
-        if isinstance(tree, dict):
-            return {k: fill(v) for k, v in tree.items()}
-        return torch.device("cpu") if isinstance(tree, torch.device) else tree
-
-    args, kwargs = list(fill(op.args)), fill(op.kwargs)
-    if op.mutates is not None:
-        args[0] = args[0].clone()
-    if isinstance(kwargs.get("dtype"), torch.dtype) and kwargs["dtype"].is_floating_point and tensors:
-        kwargs["dtype"] = torch.float64  # the replay is in one precision
-    return op.func(*args, **kwargs)
-
-
-def same_precision(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Float tensors in float64: products and norms want operands of one type, constants come in float32."""
-    return {i: t.double() if t.is_floating_point() else t for i, t in tensors.items()}
-
-
-def _per_rank(op: Op, inputs: Inputs) -> list[Spread]:
-    """Run on every rank on all that it has. The boxes of the outputs are all of what came out: the caller knows better."""
-    results = []
-    for rank in range(next(iter(inputs.values())).ranks):
-        out = call(op, same_precision({i: s.data[rank] for i, s in inputs.items()}))
-        results.append([t for t in (out if isinstance(out, tuple | list) else [out]) if isinstance(t, torch.Tensor)])
-    return [Spread(tuple(ts[0].shape), ts, tuple(full(t.shape) for t in ts)) for ts in zip(*results, strict=True)]
+    return per_rank(op, inputs)
 
 
 def _move(op: Op, inputs: Inputs, where: str) -> list[Spread]:
@@ -165,39 +132,17 @@ def _numel(shape: Sequence[int]) -> int:
 def _pointwise(op: Op, inputs: Inputs, where: str) -> Spread:
     shape = tuple(torch.broadcast_shapes(*(s.shape for s in inputs.values())))
     ranks = next(iter(inputs.values())).ranks
-    boxes = tuple(_meeting(list(inputs.values()), shape, rank) for rank in range(ranks))
+    boxes = tuple(meeting(list(inputs.values()), shape, rank) for rank in range(ranks))
     partial = any(s.partial for s in inputs.values())
     if partial:
         _stays_partial(op, inputs, boxes, shape, where)
     data = []
     for rank in range(ranks):
-        pieces = {i: s.narrow(rank, _own(boxes[rank], s.shape)) for i, s in inputs.items()}
+        pieces = {i: s.narrow(rank, own(boxes[rank], s.shape)) for i, s in inputs.items()}
         if partial and op.name.rstrip("_") in ("add", "sub"):
-            pieces = {i: p if inputs[i].partial else _once(p, rank) for i, p in pieces.items()}
+            pieces = {i: p if inputs[i].partial else once(p, rank) for i, p in pieces.items()}
         data.append(call(op, pieces))
     return Spread(shape, tuple(data), boxes, partial)
-
-
-def _once(addend: torch.Tensor, rank: int) -> torch.Tensor:
-    """What is added to a partial sum counts on one rank. Its gradient is the same on all, as if it were added after the reduction."""
-    return addend if rank == 0 else addend - addend.detach()
-
-
-def _meeting(spreads: list[Spread], shape: tuple[int, ...], rank: int) -> Held:
-    """The indices of the result for which `rank` has every operand."""
-    box = list(full(shape))
-    for s in spreads:
-        skip = len(shape) - len(s.shape)
-        for dim, have in enumerate(s.held[rank]):
-            if s.shape[dim] != 1:
-                box[skip + dim] = common(box[skip + dim], have)
-    return tuple(box)
-
-
-def _own(box: Held, shape: tuple[int, ...]) -> Held:
-    """The box of a broadcast result, for an operand of `shape`."""
-    skip = len(box) - len(shape)
-    return tuple(torch.arange(1) if n == 1 else box[skip + d] for d, n in enumerate(shape))
 
 
 def _stays_partial(op: Op, inputs: Inputs, boxes: Sequence[Held], shape: tuple[int, ...], where: str) -> None:
@@ -225,7 +170,7 @@ def _mix(op: Op, inputs: Inputs, where: str) -> list[Spread]:
         raise ReplayError(f"{where}: a partial sum enters, which must be added up before")
     if not all(first.is_full(d) for d in mixed) or not all(s.is_full_box for s in list(inputs.values())[1:]):
         raise ReplayError(f"{where} mixes an axis of which the ranks hold slices ({first.state()})")
-    outs = _per_rank(op, inputs)
+    outs = per_rank(op, inputs)
     kept = [d for d in range(dims) if d not in mixed]
     return [_with_box(out, first, kept, mixed) for out in outs]
 
@@ -248,56 +193,9 @@ def _sum(op: Op, inputs: Inputs, where: str) -> Spread:
     spread_dims = [d for d in dims if not x.is_full(d)]
     partial = any(counted_once([h[d] for h in x.held], x.shape[d], where) for d in spread_dims)
     kept = [d for d in range(len(x.shape)) if d not in dims]
-    (out,) = _per_rank(op, inputs)
+    (out,) = per_rank(op, inputs)
     out = _with_box(out, x, kept, set(dims))
-    return _partial(out, partial or x.partial, where)
-
-
-def _partial(out: Spread, partial: bool, where: str) -> Spread:
-    if partial and not out.is_full_box:
-        raise ReplayError(f"{where}: the result would be both a partial sum and a slice")
-    return Spread(out.shape, out.data, out.held, partial)
-
-
-def _product(op: Op, a: Spread, b: Spread, bias: int | None, inputs: Inputs, where: str) -> Spread:
-    """(..., M, K) @ (..., K, N), with a bias or an addend that counts once."""
-    shape = (*a.shape[:-1], b.shape[-1])
-    ranks = a.ranks
-    inner = [common(a.held[r][-1], b.held[r][-2]) for r in range(ranks)]
-    partial = counted_once(inner, a.shape[-1], where) or a.partial or b.partial
-    if a.partial and b.partial:
-        raise ReplayError(f"{where}: a product of two partial sums")
-    boxes, data = [], []
-    left, right = op.inputs()[-2:]
-    for r in range(ranks):
-        batch = tuple(common(x, y) for x, y in zip(a.held[r][:-2], b.held[r][:-2], strict=True))
-        box = [*batch, a.held[r][-2], b.held[r][-1]]
-        if bias is not None:
-            addend = inputs[bias]
-            box = [common(x, y) for x, y in zip(box, _meeting([addend], shape, r), strict=True)]
-        tensors = {
-            left: a.narrow(r, (*batch, box[-2], inner[r])),
-            right: b.narrow(r, (*batch, inner[r], box[-1])),
-        }
-        if bias is not None:
-            piece = addend.narrow(r, _own(tuple(box), addend.shape))
-            tensors[bias] = _once(piece, r) if partial and not addend.partial else piece
-        data.append(call(op, same_precision(tensors)))
-        boxes.append(tuple(box))
-    return _partial(Spread(shape, tuple(data), tuple(boxes)), partial, where)
-
-
-def _plain_product(op: Op, inputs: Inputs, where: str) -> Spread:
-    a, b = (inputs[i] for i in op.inputs())
-    return _product(op, a, b, None, inputs, where)
-
-
-def _added_product(op: Op, inputs: Inputs, where: str) -> Spread:
-    bias, a, b = op.inputs()
-    return _product(op, inputs[a], inputs[b], bias, inputs, where)
-
-
-CONTRACT = {"mm": _plain_product, "bmm": _plain_product, "addmm": _added_product, "baddbmm": _added_product}
+    return as_sum(out, partial or x.partial, where)
 
 
 def _embedding(op: Op, inputs: Inputs, where: str) -> Spread:
@@ -316,13 +214,13 @@ def _embedding(op: Op, inputs: Inputs, where: str) -> Spread:
         out = table[local] * found.unsqueeze(-1)
         data.append(torch.where((ids.data[rank] == padding).unsqueeze(-1), out.detach(), out))  # the padding row gets no gradient
         boxes.append((*full(ids.shape), columns))
-    return _partial(Spread((*ids.shape, weight.shape[1]), tuple(data), tuple(boxes)), partial, where)
+    return as_sum(Spread((*ids.shape, weight.shape[1]), tuple(data), tuple(boxes)), partial, where)
 
 
 def _pairs(op: Op, inputs: Inputs, where: str) -> Spread:
     """The last dim, (real, imaginary), becomes one number, or comes from one."""
     (x,) = inputs.values()
-    (out,) = _per_rank(op, inputs)
+    (out,) = per_rank(op, inputs)
     if op.name == "view_as_real":
         return Spread((*x.shape, 2), out.data, tuple((*held, torch.arange(2)) for held in x.held), x.partial)
     if not x.is_full(len(x.shape) - 1):
@@ -338,7 +236,7 @@ def _index(op: Op, inputs: Inputs, where: str) -> Spread:
         index = inputs[indices[d].id]
         if not index.is_whole or not x.is_full(d) or (index.data[0].dtype == torch.bool and not x.is_full_box):
             raise ReplayError(f"{where} picks along dim {d} of which the ranks hold slices ({x.state()})")
-    (out,) = _per_rank(op, inputs)
+    (out,) = per_rank(op, inputs)
     rest = [d for d in range(len(x.shape)) if d not in picked]
     place = picked[0] if picked == list(range(picked[0], picked[-1] + 1)) else 0  # of the index tensors' dims in the result
     shape, boxes = list(out.shape), [list(h) for h in out.held]

@@ -144,7 +144,7 @@ def norm(axes: Axes, op: Op, args: Arguments) -> Result:
             axes.unify(axes.of(args[name]), list(dims[-n:]))
     statistics: list[Dim] = [*dims[:-n], *([[]] * n)]
     outs = [dims if axes.trace.values[o].shape == axes.shape(args["input"]) else statistics for o in op.outputs]
-    return Effect("nonlinear", cross=list(dims[-n:])), [list(o) for o in outs]
+    return Effect("norm", cross=list(dims[-n:])), [list(o) for o in outs]
 
 
 @rule("embedding")

@@ -34,7 +34,8 @@ def cut(plan: Plan, again: bool = True) -> Cut | None:
     """None where attention or MLP of the plan's blocks are not split, or their streams are not of one shape."""
     blocks = _blocks(plan)
     stream = {r for r in plan.regions if r.op in ("copy", "reduce") and r.shape[:2] == ("B", "S") and len(r.shape) == 3 and not r.ranks}
-    inside = {r for r in stream if _block(r.module) in blocks}
+    before = ("reduce", "input", blocks[0] if blocks else "")  # of tokens and positions
+    inside = {r for r in stream if _block(r.module) in blocks and (r.op, r.place, r.module) != before}
     after = {r for r in stream if r.op == "copy" and _block(r.module) is None}
     if not inside or not plan.attention or len({r.shape for r in inside}) > 1:
         return None

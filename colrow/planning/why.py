@@ -65,7 +65,8 @@ _OPERATIONS = {
     "reduce": "g: all-reduce",
     "gather": "gather",
     "slice": "own part, nothing sent",
-    "mean_square": "all-reduce of the sum of squares, both ways",
+    "hold": "waits to be added up, nothing sent",
+    "mean": "all-reduce of a mean, both ways",
 }
 
 
@@ -106,7 +107,7 @@ def _sums(plan: Plan, entry: TensorPlan) -> list[str]:
     """Where partial sums and partial gradients of this parameter are added."""
     module = entry.name.rpartition(".")[0]
     own = [r for r in plan.regions if r.module == module]
-    lines = [f"  forward: {_OPERATIONS[r.op]} at {r.name}" for r in own if r.op in ("reduce", "mean_square")]
+    lines = [f"  forward: {_OPERATIONS[r.op]} at {r.name}" for r in own if r.op in ("reduce", "hold", "mean")]
     before = copy_before(plan, entry)
     if before is not None and entry.role in ("column", "vocab", "split"):
         lines.append(f"  backward: the gradient of its input is all-reduced at {before.name}")

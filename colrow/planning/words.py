@@ -8,12 +8,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal
 
 from ..partition import Partition, whole
 from .choose import Accepted, Choice, Rejected
 from .factors import Node, resolve
 from .graph import Border
+from .means import averaged
 from .plan import Attention, BufferPlan, Note, Plan, Region, RegionOp, Role, TensorPlan
 
 LISTED = 3  # names in a sentence before "and N more"
@@ -171,6 +171,10 @@ class _Words:
     def regions(self) -> tuple[Region, ...]:
         flow = self.choice.flow
         out = [(b, self.region(b, "reduce", self.why_reduce(b))) for b in flow.reduced.values()]
+        for v, places in flow.held.items():
+            due = self.region(flow.reduced[v], "reduce", "").name
+            out += [(b, replace(self.region(b, "hold", f"waits, to be added up with others at {due}"), shares=due)) for b in places]
+        out += [pair for i in flow.means for pair in self.means(i)]
         for borders in self.choice.gradients.copies.values():
             first, *others = sorted(borders, key=self._position)
             made = self.region(first, "copy", self.why_copy(first))
@@ -188,6 +192,16 @@ class _Words:
             runs.setdefault((r.module, r.place, r.arg, r.op), []).append(r)
         return tuple(replace(first, calls=1 + len(more)) for first, *more in runs.values())
 
+    def means(self, at: int) -> Iterable[tuple[Border, Region]]:
+        """The means over a cut axis that an op takes."""
+        op = self.graph.op(at)
+        dims = self.graph.axes.dims[op.inputs()[0]]
+        (dim,) = (d for d in averaged(op, len(dims)) if self.choice.cuts.touches(dims[d]))
+        cut = Partition(dim, self.choice.cuts.partition(dims).pieces)
+        for mean in self.graph.statistics[at]:
+            border = Border(mean.call, "inside", str(mean.number), mean.value)
+            yield border, self.region(border, "mean", "each rank has a part of what the mean is taken of", cut)
+
     def stretch(self, value: int) -> Partition:
         """The cut of a dim from its first cut factor on: what lies before it (a batch in the same dim) repeats it."""
         cuts, dims = self.choice.cuts, self.graph.axes.dims[value]
@@ -202,9 +216,8 @@ class _Words:
 
     def region(self, border: Border, op: RegionOp, reason: str, partition: Partition | None = None) -> Region:
         module = self.trace.calls[border.call].module
-        place: Literal["input", "output"] = "input" if border.place == "input" else "output"
         steps = self.graph.in_steps[border.value]
-        return Region(module, place, border.arg, op, self.graph.symbols(border.value), reason, partition, steps=steps)
+        return Region(module, border.place, border.arg, op, self.graph.symbols(border.value), reason, partition, steps=steps)
 
     def why_reduce(self, border: Border) -> str:
         first = next(iter(self.graph.consumers[border.value]), None)

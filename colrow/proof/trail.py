@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..parallel.pending import Pending
 from ..partition import Partition
 from ..planning.plan import Plan
 from .compare import difference
@@ -55,6 +56,8 @@ def recording(model: nn.Module) -> Iterator[Trail]:
 
 
 def _tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, Pending):
+        value = value.summand()
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield path, value

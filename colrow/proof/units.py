@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from ..checkpoint import names
 from ..checkpoint.source import Source
 from ..parallel import load
+from ..parallel.pending import Pending
 from ..planning.plan import Plan
 from . import whole
 from .precision import as_written
@@ -152,5 +153,6 @@ def _detached(x: Any) -> Any:
 
 
 def floating(tree: Any) -> Iterator[torch.Tensor]:
-    """The floating tensors in it, in order."""
-    return (x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_floating_point())
+    """The floating tensors in it, in order; of a sum that waits, the rank's summand."""
+    leaves = (x.summand() if isinstance(x, Pending) else x for x in tree_leaves(tree))
+    return (x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point())

@@ -28,6 +28,7 @@ WORDS = {
     "rotated head map": "wrong map",
     "flat segments": "wrong segment",
     "mean over the slice": "norm over the slice",
+    "residual on every rank": "residual per rank",
     "constants of the first rank": "constants not sliced",
     "rotated slices": "constants of another rank",
     "drop the sum of copied heads": "copies not summed",

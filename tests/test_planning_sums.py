@@ -52,7 +52,7 @@ class Model(PreTrainedModel):
     main_input_name = "input_ids"
 
     def __init__(self) -> None:
-        super().__init__(PreTrainedConfig())
+        super().__init__(PreTrainedConfig(vocab_size=V))
         self.embed, self.norm, self.head = nn.Embedding(V, H), Norm(), nn.Linear(H, V, bias=False)
         self.blocks = nn.ModuleList(self.block() for _ in range(2))
 

@@ -27,7 +27,7 @@ MOVES = frozenset((
 # fmt: on
 CREATE = frozenset({"new_empty", "new_zeros", "new_ones", "new_full"})  # of an input they take no more than dtype and device
 LINEAR_UNARY = frozenset({"neg", "_to_copy", "clone", "alias", "detach", "lift_fresh"})
-POINTWISE_EXTRA = frozenset({"_to_copy", "clone", "copy", "masked_fill", "where", "native_dropout"})
+POINTWISE_EXTRA = frozenset({"_to_copy", "clone", "copy", "masked_fill", "where", "native_dropout", "zeros_like", "ones_like"})
 MIXES: dict[str, Callable[[tuple[Any, ...], int], list[int]]] = {
     **dict.fromkeys(("_softmax", "_log_softmax", "cumsum", "logcumsumexp", "_safe_softmax"), lambda args, dims: [args[1]]),
     **dict.fromkeys(
@@ -112,12 +112,14 @@ def _collect(
     line = torch.cat([*flat, flat[0].new_full((1,), fill)]) if len(flat) > 1 or op.name == "constant_pad_nd" else flat[0]
     place[total] = at
     source = place[out]
-    have = source >= 0
+    filled = out == total  # by padding: every rank can, so where there is nothing else they tell nothing
+    have = (source >= 0) & ~filled
     others = [[e for e in range(out.dim()) if e != d] for d in range(out.dim())]
-    box = tuple((have.any(dim=rest) if rest else have).nonzero().reshape(-1) for rest in others) if out.numel() else full(out.shape)
+    held = [(have.any(dim=rest) | filled.all(dim=rest) if rest else have | filled) for rest in others]
+    box = tuple(h.nonzero().reshape(-1) for h in held) if out.numel() else full(out.shape)
     for dim, index in enumerate(box):
-        source = source.index_select(dim, index)
-    if bool((source < 0).any()) or int(have.sum()) != source.numel():
+        source, filled = source.index_select(dim, index), filled.index_select(dim, index)
+    if bool((source < 0).any()) or int(have.sum()) != int((~filled).sum()):
         raise ReplayError(f"{where}: what rank {rank} has of the result is not a box of indices")
     return line[source.reshape(-1)].reshape(source.shape), box
 

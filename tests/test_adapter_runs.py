@@ -61,6 +61,19 @@ def test_a_run_is_the_same_at_any_number_of_ranks_and_when_interrupted(tmp_path:
         run_threads(trained, 2, tmp_path, None, 9)
 
 
+def test_recomputation_changes_nothing() -> None:
+    """... dropout of the adapter included: recomputed layers draw their masks again."""
+
+    def task(group: Group, recompute: bool) -> dict[str, torch.Tensor]:
+        model = parallelize(copy.deepcopy(whole(AT).model), derive(whole(AT).config, group.size), group)
+        add_adapter(model, LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear"), seed=1)
+        list(Trainer(model, rows(), Settings(**vars(SETTINGS) | {"recompute": recompute, "steps": 2})).run())
+        return whole_parameters(model)
+
+    plain, again = (run_threads(task, 2, recompute)[0] for recompute in (False, True))
+    assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
 def colrow_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     code = main([*arguments, "--no-gate"] if arguments[0] in ("train", "run") else list(arguments))
     out = capsys.readouterr()
@@ -96,7 +109,9 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert said[0] == said[1]
 
 
-def test_an_adapter_that_is_not_there_or_not_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_that_is_not_there_or_not_understood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One line and exit code 2, before a weight is read."""
     base = tmp_path / "base"
     tiny.whole(tiny.config("llama")).save_pretrained(base)
@@ -105,6 +120,10 @@ def test_an_adapter_that_is_not_there_or_not_understood(tmp_path: Path, capsys: 
     assert code == 2
     assert err.count("\n") == 1
     assert "adapter_config.json" in err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    code, _, err = colrow_command(capsys, "train", str(base), "--data", "d", "--out", str(tmp_path / "o"), "--lora", "4")
+    assert (code, err) == (2, "colrow: adapters need the package peft, which is not installed; try: pip install peft\n")
+    monkeypatch.undo()
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}))
     with pytest.raises(UserError, match="IA3"):
         colrow.load(str(base), colrow.comm.group.single(), adapter=tmp_path, gate=False)

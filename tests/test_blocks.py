@@ -13,13 +13,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import colrow
 from colrow.__main__ import main
 from colrow.checkpoint import gguf_header, model_dir
 from colrow.checkpoint.gguf import dequantizes
+from colrow.comm.group import Group
+from colrow.comm.local import run_threads
 from colrow.errors import UserError
+from colrow.parallel.collect import whole_parameters
 from colrow.planning.derive import derive
 from colrow.proof.gate import prove
 from colrow.proof.shrink import Small
@@ -236,3 +239,45 @@ def test_files_whose_config_says_nothing(tensor: str, words: str, plain: Path, t
     (folder / "quantize_config.json").write_text('{"bits": 4}')
     with pytest.raises(UserError, match="GPTQ.*bits 4"):
         model_dir.find(str(folder)).source()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("said", [True, False], ids=["the config says so", "the config says nothing"])
+def test_o25_block_scaled_fp8_is_refused(said: bool, ranks: int, plain: Path, tmp_path: Path) -> None:
+    """vllm #54178, sglang #3345: 192 rows are one and a half blocks of 128, so no even cut has scales of its own.
+
+    Named: what it is, the field or the tensor, and what to do; without scales the dtype."""
+    folder = shutil.copytree(plain, tmp_path / "model")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    fp8 = {name: torch.ones(192, 128).to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(2, 1)}
+    save_file(tensors | fp8, folder / "model.safetensors")
+    if said:
+        config = json.loads((folder / "config.json").read_text())
+        field = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        (folder / "config.json").write_text(json.dumps(config | field))
+    with pytest.raises(UserError, match=r"block-scaled fp8.*(weight_block_size|q_proj\.weight_scale_inv).*BF16"):
+        run_threads(lambda group: colrow.load(str(folder), group, gate=False), ranks)
+    if not said:
+        save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, folder / "model.safetensors")
+        with pytest.raises(UserError, match=r"q_proj\.weight.*F8_E4M3"):
+            run_threads(lambda group: colrow.load(str(folder), group, gate=False), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kinds", [("bfloat16",), ("float16",), ("float32", "bfloat16", "float16", "float64")], ids=str)
+def test_o25_other_dtypes_and_mixtures(kinds: tuple[str, ...], ranks: int, plain: Path, tmp_path: Path) -> None:
+    """Each tensor of a file may have a dtype of its own; asked for float32, every rank holds its slices of what transformers loads."""
+    folder = shutil.copytree(plain, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    stored = {name: t.to(getattr(torch, kinds[i % len(kinds)])) for i, (name, t) in enumerate(tensors.items())}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def rank(group: Group) -> dict[str, torch.Tensor]:
+        return whole_parameters(colrow.load(str(folder), group, dtype="float32", gate=False))
+
+    for found in run_threads(rank, ranks):
+        for name, parameter in expected.named_parameters():
+            assert found[name].dtype is torch.float32
+            assert torch.equal(found[name], parameter), name

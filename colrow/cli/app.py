@@ -18,7 +18,7 @@ from ..planning import links, shapes
 from . import show
 from .interrupt import ending_at_once
 from .job import Opening, Wish
-from .options import Asked, at_least_1, check_adapter, degree, find_with_weights, read_bytes, read_plan, read_split
+from .options import Asked, at_least_1, check_adapter, check_peft, degree, find_with_weights, read_bytes, read_plan, read_split
 
 app = typer.Typer(
     name="colrow",
@@ -253,6 +253,7 @@ def train(
     shares, given = read_split(split), read_plan(plan_file)
     ranks = degree(tp, shares, given)
     rest: dict[str, Any] = {"evaluate_every": eval_every, "save_every": save_every, "packed": pack, "recompute": recompute}
+    check_peft(lora > 0)
     rest |= {"lora": lora, "lora_alpha": lora_alpha, "lora_targets": tuple(filter(None, lora_targets.split(",")))}
     rest["sequence"] = "keep" if keep_gathered else "again" if sequence else "off"
     settings = Settings(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import re
@@ -93,7 +94,14 @@ def check_adapter(path: Path | None) -> Path | None:
     """UserError, before anything is started, where there is no adapter."""
     if path is not None and not (path / "adapter_config.json").is_file():
         raise UserError("there is no adapter_config.json in", path, "--adapter DIR, a directory that PEFT's save_pretrained wrote")
+    check_peft(path is not None)
     return path.resolve() if path is not None else None
+
+
+def check_peft(wanted: bool) -> None:
+    """UserError where the package is `wanted` and not installed. It is not imported, which takes seconds."""
+    if wanted and importlib.util.find_spec("peft") is None:
+        raise UserError("adapters need the package peft, which is not installed", works="pip install peft")
 
 
 def at_least_1(max_new_tokens: int | None) -> int | None:

@@ -120,11 +120,11 @@ def open_engine(model: str | ModelFiles, group: Group, purpose: str = "the engin
     stages = options.setdefault("stages", Stages())
     files = on_rank_0(lambda: _find(model, options.pop("trust_remote_code", False)), group, "engine.find")
     on_rank_0(lambda: require_text(files.config(), purpose, translators), group, "engine.kind")
-    part = load(files, group, **options)
-    part.generation_config = _generation_config(files) or part.generation_config
-    with stages("tokenizer"):
+    with stages("tokenizer"):  # before the weights: a mistake should not take minutes to be seen
         made: list[Any] = []  # stays on rank 0: only its errors go to the others
         on_rank_0(lambda: made.append(files.tokenizer()), group, "engine.tokenizer")
+    part = load(files, group, **options)
+    part.generation_config = _generation_config(files) or part.generation_config
     engine = Engine(part, group, made[0] if made else None)
     with stages("program"):
         engine.decoder.prepare()

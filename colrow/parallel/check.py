@@ -59,7 +59,13 @@ def _check_names(model: nn.Module, plan: Plan) -> None:
             if model.get_parameter(alias) is not model.get_parameter(entry.name):
                 raise UserError(f"the plan ties {alias} to {entry.name}, the model does not", "two parameters", AGAIN)
     if len(list(model.parameters())) != len(plan.tensors):
-        raise UserError("the model ties parameters that the plan keeps apart", sorted(in_plan - set(plan.tensors)), AGAIN)
+        tied = next(e.name for e in plan.tensors.values() if any(_same(model, e, other) for other in plan.tensors.values()))
+        raise UserError("the model ties parameters that the plan keeps apart", tied, AGAIN)
+
+
+def _same(model: nn.Module, entry: TensorPlan, other: TensorPlan) -> bool:
+    """Whether two entries of the plan are one parameter of the model."""
+    return entry is not other and model.get_parameter(entry.name) is model.get_parameter(other.name)
 
 
 def _check_tensor(model: nn.Module, plan: Plan, entry: TensorPlan) -> None:

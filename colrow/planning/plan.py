@@ -183,6 +183,8 @@ class Plan:
         """UserError where the text is not a plan of this version."""
         try:
             data: dict[str, Any] = json.loads(text)
+            if not isinstance(data, dict):
+                raise ValueError(f"a {type(data).__name__} instead of an object")
             version = data.get("version")
             if version != VERSION:
                 raise UserError("the plan was written in another format", f"version {version}", f"a plan of version {VERSION}")

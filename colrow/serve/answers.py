@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from ..engine.request import Output, Request, TokenLogprob
@@ -28,6 +30,27 @@ class Choice:
         self.finish = output.finish
         self.shared += output.shared
         self.logprobs += [*output.prompt_logprobs, *output.logprobs]
+
+
+@cache
+def byte_names() -> dict[str, int]:
+    """The characters by which byte-level vocabularies name the 256 bytes: printable ones by themselves, the others from U+0100 on, in
+    order."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+def token_bytes(tokenizer: Any, token: int, name: str) -> bytes:
+    """The bytes that the token stands for. A part of a character has no text, but its name in the vocabulary tells them: <0xE2>, or one
+    character a byte."""
+    piece = tokenizer.convert_ids_to_tokens(token)
+    if name != piece or "\ufffd" not in tokenizer.decode([token], skip_special_tokens=False):
+        return name.encode()
+    if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+        return bytes.fromhex(found[1])
+    names = byte_names()
+    return bytes(names[c] for c in piece) if all(c in names for c in piece) else name.encode()
 
 
 def check(output: Output) -> None:
@@ -130,7 +153,7 @@ class Writer:
 
     def _named(self, token: int, value: float) -> dict[str, Any]:
         name = self.name(token)
-        return {"token": name, "logprob": value, "bytes": list(name.encode())}
+        return {"token": name, "logprob": value, "bytes": list(token_bytes(self._tokenizer, token, name))}
 
     def name(self, token: int) -> str:
         """A token in words: its text, or its name in the vocabulary where it is only a part of a character."""

@@ -59,8 +59,8 @@ def test_a_batch_of_different_lengths_equals_each_alone(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_left_padding_does_not_change_logits(family: str) -> None:
-    """Report O-36 f, on Bloom too, whose ALiBi counts positions from the mask. (Its softmax is float32 whatever the dtype, where the mask of
-    float64 is minus infinity: so all is computed in float64.)"""
+    """Report O-36 f, on Bloom too, whose ALiBi counts positions from the mask. (Its softmax is float32 whatever the dtype, where the mask
+    of float64 is minus infinity: so all is computed in float64.)"""
     model = whole(family) if family != "bloom" else tiny.whole(BloomConfig(vocab_size=101, hidden_size=36, n_layer=2, n_head=9))
     with Float64():
         forward, (ids, mask) = Forward(model), left_pad(PROMPTS, pad=0)

@@ -161,6 +161,46 @@ def test_a_rank_that_is_killed_ends_the_server_and_every_request_hears_of_it(bus
     assert f"rank {rank} was killed by SIGKILL" in line
 
 
+def test_a_parent_that_is_killed_leaves_no_rank_and_no_name_in_shared_memory(model: str) -> None:
+    """Report O-36 i, for the server: while it answers."""
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else set()
+    with serving(model) as server:
+        response = server.post(stream=True)
+        response.readline()
+        server.process.kill()
+        assert gone(server.ranks)
+        response.close()
+    assert not before or set(Path("/dev/shm").iterdir()) <= before
+
+
+@pytest.mark.parametrize("wait", ["at once", "for the ranks"])
+def test_ctrl_c_while_the_model_is_opened_ends_everything(wait: str, model: str) -> None:
+    """Report O-36 i: exit code not 0, nobody left, one line."""
+    command = [sys.executable, "-m", "colrow", "serve", model, "--tp", "2", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        parent, ranks = psutil.Process(process.pid), list[psutil.Process]()
+        while wait == "for the ranks" and len(ranks) < 2:
+            ranks = [p for p in parent.children() if "spawn_main" in " ".join(p.cmdline())]
+            assert process.poll() is None
+            time.sleep(0.02)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "colrow: interrupted"
+    assert gone([p.pid for p in ranks])
+
+
+def test_a_small_dev_shm_is_large_enough(model: str) -> None:
+    """Report O-36 h: with 1 MB of /dev/shm it runs all the same, since its memory has no name there."""
+    command = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} -m colrow run {model} --tp 2 -p Hello -n 4 --raw"
+    done = subprocess.run(["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=300)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip("a file system of one's own cannot be mounted here")
+    assert done.returncode == 0, done.stderr
+    assert "as predicted" in done.stderr
+
+
 def test_restart_serves_again_on_the_same_port(model: str) -> None:
     with serving(model, "--restart") as server:
         first = list(server.ranks)

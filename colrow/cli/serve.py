@@ -8,6 +8,7 @@ from typing import Any
 
 from ..comm import launch
 from ..errors import UserError
+from .interrupt import INTERRUPTED
 from .job import Opening, Stage
 from .screen import Screen, note
 from .units import nbytes
@@ -83,7 +84,11 @@ def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, l
                 failed,
             )
             started.close(now=lost is not None)
-    return (getattr(lost, "exit_code", 1) if lost is not None else 0), served
+    if lost is not None:
+        return getattr(lost, "exit_code", 1), served
+    if not served:
+        note("colrow: interrupted")
+    return (0 if served else INTERRUPTED), served
 
 
 def _server() -> Any:

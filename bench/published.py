@@ -30,6 +30,8 @@ CASES = [
     Case("llama-2-7b", "a100", 1, 64),
     Case("llama-2-13b", "a100", 1, 64),
     Case("llama-2-70b", "a100", 4, 64),
+    *(Case("llama-2-7b", "a100", ranks, 128) for ranks in (1, 2, 4, 8)),
+    *(Case("llama-2-70b", "a100", ranks, 128) for ranks in (2, 4, 8)),
 ]
 
 LMDEPLOY = "lmdeploy 0.1.0a1, docs/en/benchmark/a100_fp16.md, A100-80G, batch 1, prompt 1, output 128"

@@ -3,7 +3,8 @@
     python bench/published.py
 
 The predictions of CASES are printed from the presets as they are; nothing is fitted to the published numbers. They were committed before
-the published ones were looked up, but where the source says otherwise; cases without a published number found none of a single request.
+the published ones were looked up, but where the source says otherwise (of gpt-fast's the author had seen some before, and changed no preset
+for them); cases without a published number found none of a single request.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ CASES = [
 ]
 
 LMDEPLOY = "lmdeploy 0.1.0a1, docs/en/benchmark/a100_fp16.md, A100-80G, batch 1, prompt 1, output 128"
+GPT_FAST = "gpt-fast, README, 8 A100-80G limited to 330 W, batch 1, prompt 5, at commit 0f925b5"
 PUBLISHED: dict[Case, tuple[float, str]] = {  # milliseconds a token, source
     Case("llama-2-7b", "a100", 1, 64): (1e3 / 100.02, f"{LMDEPLOY}; seen before it was predicted"),
     Case("llama-2-13b", "a100", 1, 64): (1e3 / 57.49, LMDEPLOY),
     Case("llama-2-70b", "a100", 4, 64): (1e3 / 33.94, LMDEPLOY),
+    **{Case("llama-2-7b", "a100", n, 128): (1e3 / rate, GPT_FAST) for n, rate in ((1, 104.9), (2, 168.84), (4, 254.02), (8, 328.43))},
+    **{Case("llama-2-70b", "a100", n, 128): (1e3 / rate, GPT_FAST) for n, rate in ((2, 21.32), (4, 38.01), (8, 62.50))},
 }
 
 

@@ -226,3 +226,8 @@ def test_a_training_verdict_speaks_of_training() -> None:
     assert said(of, "decoding") == said(of, "prefill") == said(of, "take") == ""
     weights, split, even = fully_sharded(of)
     assert even == pytest.approx(4096 * weights / split)
+
+
+def test_numbers_that_promise_too_much_are_named() -> None:
+    assert "(tp=2, 4, 8, 16)" in said(study("llama-3-8b", 2), "trust")
+    assert said(study(), "trust") == ""

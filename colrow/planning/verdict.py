@@ -24,7 +24,16 @@ class Say:
 
 
 def verdict(study: Study) -> list[Say]:
-    return [*_advice(study), *_fit(study), *_speed(study), *_training(study), *_limits(study), *_ways_out(study), *_shape(study)]
+    return [
+        *_advice(study),
+        *_trust(study),
+        *_fit(study),
+        *_speed(study),
+        *_training(study),
+        *_limits(study),
+        *_ways_out(study),
+        *_shape(study),
+    ]
 
 
 def amount(count: float) -> str:
@@ -55,6 +64,20 @@ def _advice(study: Study) -> Iterator[Say]:
         each = f"{number(rates / busiest.ranks)} tokens/s a device, {batch} sequences at once"
         text += f"; for the most tokens in all tp={busiest.ranks}, in replicas ({each})"
     yield Say("take", f"Of the degrees that fit, {text}.")
+
+
+QUICK = 4e-3  # seconds of a token, below which published runs took 1.5 times as long and more (docs/planner.md)
+
+
+def _trust(study: Study) -> Iterator[Say]:
+    """Where the numbers are known to promise too much."""
+    quick = [n for n, row in study.rows.items() if row.decode.total < QUICK]
+    if quick and study.machine.device.efficiency != (1.0, 1.0) and not study.question.train:
+        yield Say(
+            "trust",
+            f"Tokens of less than {1e3 * QUICK:.0f} ms (tp={', '.join(map(str, quick))}) are a bound that kernels hardly keep up with: "
+            f"published runs took 1.5 to 2 times as long. Take the order of the degrees, not the numbers.",
+        )
 
 
 def _fit(study: Study) -> Iterator[Say]:

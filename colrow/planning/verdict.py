@@ -47,16 +47,18 @@ def amount(count: float) -> str:
 
 
 def _advice(study: Study) -> Iterator[Say]:
-    """Which degree, in one sentence each for one answer and for many."""
+    """Which degree: the fewest devices that come near the quickest answer, and those that make most of each device."""
     if study.question.train:
         return
     fitting = [row for row in study.rows.values() if row.fits(study.size)]
     if not fitting:
         return
     quickest = max(fitting, key=lambda r: r.decode.tokens_per_second)
-    enough = next((r for r in fitting if r.decode.tokens_per_second >= 0.95 * quickest.decode.tokens_per_second), quickest)
+    best = quickest.decode.tokens_per_second
+    enough = next(r for r in fitting if r.decode.tokens_per_second >= 0.8 * best)
     busiest = max(fitting, key=lambda r: fullest(study, r)[0] / r.ranks)
-    text = f"for the quickest answer tp={enough.ranks} ({rate(enough.decode)} at batch {study.question.batch})"
+    more = f"; tp={quickest.ranks} would make {number(best)}" if quickest is not enough else ""
+    text = f"for quick answers tp={enough.ranks} ({rate(enough.decode)} at batch {study.question.batch}{more})"
     if enough is busiest:
         text += ", which also makes the most of each device"
     elif not study.machine.device.shared:

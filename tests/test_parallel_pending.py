@@ -23,12 +23,13 @@ from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_gradients
 from colrow.parallel.pending import Due, Pending
 from colrow.planning.derive import derive
+from colrow.planning.plan import Plan
 from colrow.proof.precision import Float64
 
 from . import tiny
 from .families import EVEN, PLAIN
 from .splitting import TOLERANCE, decode, next_token_loss
-from .test_planning_sums import Feed, H, Norm, derived, model_of, places
+from .test_planning_sums import Feed, Norm, derived, model_of, places
 
 # by itself
 
@@ -157,8 +158,26 @@ WAYS: dict[str, type[nn.Module]] = {
 }
 
 
-def gradients(model: Any, ids: torch.Tensor) -> None:
-    model(ids)["logits"].square().sum().backward()
+def compare(block: type[nn.Module], plan: Plan) -> int:
+    """Every gradient of a split model of two such blocks. All-reduces of activations in the first block, forward and backward."""
+    whole = model_of(block, "cpu").double()
+    tiny.add_noise(whole)
+    ids = torch.arange(14).view(2, 7)
+    copies = [copy.deepcopy(whole) for _ in range(plan.ranks)]
+    whole(ids)["logits"].square().sum().backward()
+
+    def on_a_rank(group: Group) -> tuple[int, dict[str, torch.Tensor]]:
+        model: Any = parallelize(copies[group.rank], plan, group)
+        group.counters.reset()
+        model(ids)["logits"].square().sum().backward()
+        names = [name for (_, op, name), tally in group.counters.sites.items() if op == "all_reduce" for _ in range(tally.calls)]
+        return sum("blocks.0." in f"{name}." for name in names), whole_gradients(model)
+
+    results = run_threads(on_a_rank, plan.ranks)
+    for _, found in results:
+        for name, p in whole.named_parameters():
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-10)
+    return results[0][0]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -168,23 +187,7 @@ def test_a_parallel_block_is_reduced_once_each_way(way: str) -> None:
     assert places(plan, "copy") == ["blocks.0.norm.output"]
     assert sorted(places(plan, "hold")) == ["blocks.0.left.down.output", "blocks.0.right.down.output"]
     assert plan.tensor("blocks.0.left.down.bias").grad == "whole"
-    whole = model_of(WAYS[way], "cpu").double()
-    tiny.add_noise(whole)
-    ids = torch.arange(14).view(2, 7)
-    copies = [copy.deepcopy(whole) for _ in range(3)]
-    gradients(whole, ids)
-
-    def on_a_rank(group: Group) -> tuple[int, dict[str, torch.Tensor]]:
-        model = parallelize(copies[group.rank], plan, group)
-        group.counters.reset()
-        gradients(model, ids)
-        calls = sum(t.calls for (_, op, name), t in group.counters.sites.items() if op == "all_reduce" and "blocks.0." in f"{name}.")
-        return calls, whole_gradients(model)
-
-    for calls, found in run_threads(on_a_rank, 3):
-        assert calls == 2
-        for name, p in whole.named_parameters():
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-10)
+    assert compare(WAYS[way], plan) == 2
 
 
 class Sequential(Block):
@@ -226,10 +229,25 @@ class Tables(nn.Module):
         return z + self.last(z)
 
 
-def test_a_sum_may_be_due_at_an_input() -> None:
-    _, plan = derived(Tables)
-    assert places(plan, "reduce") == ["blocks.0.last.input.x"]
-    assert plan.tensor("blocks.0.last.weight").shape[0] == H
+class Again(Tables):
+    """... and another module, which is split, is given the same sum later: there f stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        z = x + self.left(y) + self.right(y)
+        return self.last(z) + self.third(z)
+
+
+@pytest.mark.parametrize("block", [Tables, Again])
+def test_a_sum_may_be_due_at_an_input(block: type[nn.Module]) -> None:
+    _, plan = derived(block)
+    assert places(plan, "reduce")[0] == "blocks.0.last.input.x"
+    assert any("third" in name for name in places(plan, "copy")) == (block is Again)
+    compare(block, plan)
 
 
 # as they run

@@ -81,6 +81,12 @@ def _change(state: State, region: Region) -> Change:
     if region.op == "hold":
         sum_of_all = due(state, region)
         return lambda x: Pending(x, None, sum_of_all)
+    change = _of_value(state, region)
+    return lambda x: change(settled(x))  # a sum that was due at another module's input, and is settled there
+
+
+def _of_value(state: State, region: Region) -> Change:
+    """f, a gather or a slice: of a tensor that is no sum."""
     group, name = _group(state.group, region), region.name
     sequence = state.sequence
     if sequence is not None and region in sequence.cut.regions:

@@ -73,6 +73,8 @@ def reduce_scatter_sequence(x: torch.Tensor, group: Group, name: str, dim: int, 
 
 def _run(function: Any, plain: Callable[..., torch.Tensor], x: torch.Tensor, group: Group, *args: Any) -> torch.Tensor:
     """The autograd function where a gradient is wanted, else the plain one; the identity in a group of one rank."""
+    if not isinstance(x, torch.Tensor):  # it would go through autograd without a gradient
+        raise TypeError(f"'{args[0]}' is about a tensor, not a {type(x).__name__}")
     if group.size == 1:
         return x
     if x.requires_grad and torch.is_grad_enabled():

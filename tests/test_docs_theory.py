@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers import GPT2Config, LlamaConfig
 
-from colrow.comm import regions
+from colrow.comm import collectives, regions
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
-from colrow.planning import cost, degrees, memory, wire
+from colrow.planning import cost, degrees, links, memory, timing, wire
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 from colrow.planning.price import alternatives
@@ -74,6 +76,73 @@ def test_dx_is_a_sum_over_ranks_and_the_nonlinearity_is_a_boundary() -> None:
     assert not torch.allclose(sum(F.gelu(s) for s in summands), F.gelu(x @ a))
 
 
+def test_two_mistakes_about_f_and_g() -> None:
+    """Section 3: without f the gradient before it is a part; with an all-reduce that adds again backward it is t times too large."""
+    x, a, b = drawn(2, 3, 8), drawn(8, 12), drawn(12, 8)
+    before = x.clone().requires_grad_()
+    (F.gelu(before @ a) @ b).square().sum().backward()
+
+    class AddsAgain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: torch.Tensor, group: Group) -> torch.Tensor:
+            ctx.group = group
+            return collectives.all_reduce(y, group, "g")
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return collectives.all_reduce(grads[0], ctx.group, "g.grad"), None
+
+    def rank(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        piece = slice(3 * group.rank, 3 * group.rank + 3)
+        mine = [x.clone().requires_grad_() for _ in range(2)]
+        regions.reduce_from(F.gelu(mine[0] @ a[:, piece]) @ b[piece], group, "g").square().sum().backward()
+        AddsAgain.apply(F.gelu(regions.copy_to(mine[1], group, "f") @ a[:, piece]) @ b[piece], group).square().sum().backward()
+        return mine[0].grad, mine[1].grad
+
+    results = run_threads(rank, T)
+    torch.testing.assert_close(sum(part for part, _ in results), before.grad, rtol=0, atol=1e-9)
+    for part, double in results:
+        assert not torch.allclose(part, before.grad)
+        torch.testing.assert_close(double, T * before.grad, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("kv", [8, 2, 1])
+def test_attention_by_heads_is_a_sum_over_ranks(kv: int) -> None:
+    """Section 4: query heads with their KV heads on each rank, copied where there are fewer (GQA, MQA); one sum after the projection."""
+    heads, d = 8, 4
+    q, k, v, o = drawn(1, heads, 5, d), drawn(1, kv, 5, d), drawn(1, kv, 5, d), drawn(heads * d, 6)
+
+    def projected(some: list[int]) -> torch.Tensor:
+        of = [h * kv // heads for h in some]
+        out = F.scaled_dot_product_attention(q[:, some], k[:, of], v[:, of], is_causal=True)
+        rows = torch.cat([o[h * d : h * d + d] for h in some])
+        return out.transpose(1, 2).flatten(2) @ rows
+
+    parts = [projected([2 * r, 2 * r + 1]) for r in range(T)]
+    torch.testing.assert_close(sum(parts), projected(list(range(heads))), rtol=0, atol=1e-12)
+
+
+def test_what_is_not_cut() -> None:
+    """Section 5: a bias before g counts t times; a norm over slices needs the sum of squares of all."""
+    x, b, bias = drawn(2, 12), drawn(12, 8), drawn(8)
+    parts = [x[:, 3 * r : 3 * r + 3] @ b[3 * r : 3 * r + 3] + bias for r in range(T)]
+    torch.testing.assert_close(sum(parts) - (T - 1) * bias, x @ b + bias, rtol=0, atol=1e-12)
+    slices = x.chunk(T, -1)
+    squares = sum(s.square().sum(-1, keepdim=True) for s in slices)
+    whole = F.rms_norm(x, (12,), eps=1e-6)
+    torch.testing.assert_close(torch.cat([s * (squares / 12 + 1e-6).rsqrt() for s in slices], -1), whole, rtol=0, atol=1e-12)
+    assert not torch.allclose(torch.cat([F.rms_norm(s, (3,), eps=1e-6) for s in slices], -1), whole)
+
+
+def test_past_the_host() -> None:
+    found = next(p for p in cost.predict(plan(16), 1, 1, "decode") if p.section == "blocks")
+    far, near = (1e6 * sum(timing.collective(replace(found, ranks=tuple(range(n))), links.machine("h100"))) for n in (16, 8))
+    on_page(f"{found.logical_bytes:,} bytes is predicted at {far:.3g} µs instead of {near:.3g} µs")
+    machine = links.machine("h100")
+    assert 8 * machine.between.bandwidth == 400e9 < machine.link.bandwidth
+    on_page("8 x 50 GB/s")
+
+
 def test_the_price_of_the_other_cut() -> None:
     cfg = GPT2Config(n_embd=1024, n_inner=4096, n_layer=2, n_head=16, vocab_size=512)
     first, whole = alternatives(derive(cfg, T), "transformer.h.0.mlp.c_fc.weight", 128)
@@ -93,6 +162,9 @@ def test_heads_and_cache() -> None:
     rows = study("llama-3-70b", 4).rows
     each = {n: f"{max(rows[n].cache_per_token):,}" for n in (1, 4, 8, 16)}
     on_page(f"{each[1]} bytes whole, {each[4]} on each rank at tp=4, {each[8]} at tp=8 and still {each[16]} at tp=16")
+    latent = study("deepseek-v3", 2).rows
+    assert {max(latent[n].cache_per_token) for n in latent} == {70_272}
+    on_page("DeepSeek-V3 keeps 70,272 bytes a token")
     uneven = derive(LlamaConfig(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=1, vocab_size=32), 2)
     assert [uneven.attention[0].query.local_size(r) for r in range(2)] == [5, 4]
 

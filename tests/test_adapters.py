@@ -21,7 +21,7 @@ from colrow.comm.local import run_threads
 from colrow.errors import UserError
 from colrow.parallel import adapter_files, experts
 from colrow.parallel.adapter_files import load_adapter
-from colrow.parallel.adapters import add_adapter, merge_adapter
+from colrow.parallel.adapters import add_adapter, every_linear_layer, merge_adapter
 from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_gradients, whole_parameters
 from colrow.parallel.head import sharded_logits
@@ -134,6 +134,7 @@ CASES = {
     "gemma3": ["embed_tokens", "o_proj"],  # an embedding that scales what it looks up
     "deepseek-v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],  # whole layers between split ones
     "bert": ["query", "dense"],  # f at the input of a dense layer itself: it must stand before A too
+    "falcon-rw": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],  # linear layers of the model's own class
     "mpt": ["Wqkv", "out_proj", "up_proj"],
 }
 
@@ -311,6 +312,18 @@ def test_experts_are_refused_by_name() -> None:
             add_adapter(model, lora(target_modules=["experts"]))
 
     split(tiny.whole(cfg, torch.float32), 2, task)
+
+
+def test_every_linear_layer_beside_experts() -> None:
+    for family, count in (("mixtral", 8), ("deepseek-v3", 10), ("llama", 14)):
+        made = FAMILIES.get(family)
+        whole = tiny.whole(made() if made else tiny.config(family), torch.float32)
+
+        def task(group: Group, model: Any) -> int:
+            add_adapter(model, lora(target_modules=every_linear_layer(model)))
+            return len(model.colrow.adapters.layers)
+
+        assert split(whole, 2, task) == [count, count], family
 
 
 def test_an_adapter_that_peft_added_by_itself_is_refused() -> None:

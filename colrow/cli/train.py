@@ -21,7 +21,7 @@ from ..engine import account
 from ..engine.account import RankMemory, Stages
 from ..errors import UserError
 from ..parallel.adapter_files import peft
-from ..parallel.adapters import add_adapter
+from ..parallel.adapters import add_adapter, every_linear_layer
 from ..parallel.state import state_of
 from ..planning import cost, timing, workload
 from ..planning.links import Machine
@@ -79,7 +79,7 @@ def train(
 
     model = yield from told(load)
     if settings.lora:
-        add_adapter(model, lora_config(settings, opening.files), settings.seed)
+        add_adapter(model, lora_config(settings, opening.files, model), settings.seed)
     yield Stage("tokenizer")
     tokenizer = opening.files.tokenizer()
     yield Stage("data")
@@ -129,13 +129,13 @@ def _predicting(settings: Settings, model: Any) -> Predict | None:
     return predict
 
 
-def lora_config(settings: Settings, files: ModelFiles) -> Any:
+def lora_config(settings: Settings, files: ModelFiles, model: Any) -> Any:
     """PEFT's config of the adapter that `settings` ask for, with where its model lies, for `colrow export`."""
     local = files.name == "demo" or Path(files.name).expanduser().exists()
     return peft().LoraConfig(
         r=settings.lora,
         lora_alpha=settings.lora_alpha or 2 * settings.lora,
-        target_modules=list(settings.lora_targets) or "all-linear",
+        target_modules=list(settings.lora_targets) or every_linear_layer(model),
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(files.path.resolve()) if local else files.name,
     )

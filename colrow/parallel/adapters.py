@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from .lora import Part
 
+OF_EXPERTS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}  # which cannot be adapted here
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -96,6 +97,15 @@ def adapters_of(model: nn.Module) -> Adapters:
     if found is None:
         raise UserError("the model has no adapter", type(model).__name__, "colrow.add_adapter(model, config)")
     return found
+
+
+def every_linear_layer(model: Any) -> str | list[str]:
+    """Target modules: all linear layers but the head. Beside experts without names that PEFT takes for theirs."""
+    if not any(p.dim() > 2 for p in model.parameters()):
+        return "all-linear"
+    head = model.get_output_embeddings()
+    found = {path.rpartition(".")[2] for path, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
+    return sorted(found - OF_EXPERTS)
 
 
 def put(model: nn.Module, config: LoraConfig, value: Callable[[Part], torch.Tensor]) -> nn.Module:

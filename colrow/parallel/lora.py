@@ -32,10 +32,9 @@ from ..partition import Partition, whole
 from ..planning.plan import Plan, TensorPlan
 from .adapter_files import NAME
 from .embedding import VocabParallelEmbedding
-from .linear import ColumnParallelConv1D, ColumnParallelLinear, RowParallelConv1D, RowParallelLinear
+from .linear import RowParallelConv1D, RowParallelLinear
 
 ROW = (RowParallelLinear, RowParallelConv1D)
-COLUMN = (ColumnParallelLinear, ColumnParallelConv1D)
 
 
 class RowLinear(Linear):
@@ -116,8 +115,6 @@ def parts(path: str, layer: nn.Module, plan: Plan, init: bool | str) -> tuple[Pa
         raise UserError(f"an adapter of {path} cannot be split", found, "target modules that are linear layers or embeddings")
     base = plan.tensor(f"{path}.weight")
     cut, out = base.partition, 0 if isinstance(under, nn.Linear) else 1  # the dim of W that is its output features
-    if cut.dim is not None and not isinstance(under, (*ROW, *COLUMN, nn.Embedding)):
-        raise UserError(f"an adapter of {path} cannot be split", f"{base.role} {type(under).__name__}", "other target modules")
     assert isinstance(layer, LoraLayer)
     rank, uncut = layer.r[NAME], whole(cut.ranks)
     inputs, outputs = base.shape[1 - out], base.shape[out]

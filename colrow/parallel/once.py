@@ -31,12 +31,12 @@ def install(model: nn.Module, plan: Plan, group: Group) -> None:
 
 
 def _hook(module: nn.Module, key: str) -> None:
-    def before(module: nn.Module, args: Any) -> None:
+    def before(*_: Any) -> None:  # of this module, whichever module has the hook (an adapter around it)
         parameter = module._parameters[key]
         if parameter is not None:
             vars(module)[key] = parameter * 0  # found before the parameter, which nn.Module looks up last
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(*_: Any) -> None:
         vars(module).pop(key, None)
 
     module.register_forward_pre_hook(before)

@@ -98,7 +98,12 @@ class _Seen:
 
 
 def mapped_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
 ) -> Any:
     """query [B, heads, S, d], key and value [B, KV heads, T, d] of this rank; what follows is the model's own function's business.
 
@@ -107,18 +112,18 @@ def mapped_attention(
     function = own_function(module)
     heads: Heads | None = getattr(module, "colrow_heads", None)
     if heads is None:  # here because the module has a config of its own
-        return function(module, query, key, value, mask, **kwargs)
+        return function(module, query, key, value, attention_mask, **kwargs)
     kv_of = heads.kv_of
     if (query.shape[1], key.shape[1]) != (len(kv_of), heads.kv_heads):
         found, planned = f"{query.shape[1]} query and {key.shape[1]} KV heads", f"{len(kv_of)} and {heads.kv_heads}"
         raise UserError(f"{type(module).__name__} hands other heads to its attention than the plan's", found, planned)
     if function is not sdpa_attention_forward or kwargs.get("position_bias") is not None:
         index = _index(kv_of, key.device)
-        return function(_Seen(module, 1), query, key.index_select(1, index), value.index_select(1, index), mask, **kwargs)
+        return function(_Seen(module, 1), query, key.index_select(1, index), value.index_select(1, index), attention_mask, **kwargs)
     outputs = []
     for run in runs(kv_of):
         mine, kv = slice(run.head, run.head + run.size * run.kv_heads), slice(run.kv, run.kv + run.kv_heads)
-        seen = mask if mask is None or mask.shape[1] == 1 else mask[:, mine]
+        seen = attention_mask if attention_mask is None or attention_mask.shape[1] == 1 else attention_mask[:, mine]
         outputs.append(function(_Seen(module, run.size), query[:, mine], key[:, kv], value[:, kv], seen, **kwargs)[0])
     return torch.cat(outputs, 2), None
 

@@ -94,7 +94,7 @@ def predict(
     whole_logits = phase in ("prefill", "decode") if whole_logits is None else whole_logits
     found: list[Predicted] = []
     for region in plan.regions:
-        if phase == "decode" and not region.steps:
+        if (phase == "decode" and not region.steps) or (phase == "train_backward" and loss and not region.scored):
             continue
         ops = _backward(region) if phase == "train_backward" else _forward(region, whole_logits)
         for op, name in ops:

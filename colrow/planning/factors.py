@@ -264,7 +264,7 @@ class Factors:
                 self.unify([x], [y])
                 return
             pairs = list(zip(segments(x), segments(y), strict=True))
-            x.parent = y
+            x.parent, y.symbol = y, y.symbol or x.symbol
             for s, t in pairs:
                 self._same_segment(s, t)
             return

@@ -120,6 +120,18 @@ class Graph:
         return out
 
     @cached_property
+    def scored(self) -> list[bool]:
+        """Whether a value reaches the logits; True for every value of a model without them."""
+        if "logits" not in self.trace.outputs:
+            return [True] * len(self.trace.values)
+        out = [v.id == self.trace.outputs["logits"] for v in self.trace.values]
+        for op in reversed(self.trace.ops):
+            if any(out[o] for o in self.results[op.index]):
+                for v in self.inputs[op.index]:
+                    out[v] = True
+        return out
+
+    @cached_property
     def differentiable(self) -> list[bool]:
         """Whether a gradient arrives at a value: it is floating, depends on a parameter and reaches an output."""
         out = [v.kind == "parameter" for v in self.trace.values]

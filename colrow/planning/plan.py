@@ -80,6 +80,8 @@ class Region:
     dtype: str = ""
     shares: str = ""  # copy: the call site of an earlier f of the same tensor, which serves this border too. hold: that of the reduction
     calls: int = 1  # how often the module runs in one pass (layers that share their weights)
+    scored: bool = True
+    """Whether a gradient of the logits comes here. False: of other outputs only (the last layer of a picture tower that nothing reads)."""
     steps: bool = True
     """Whether every step of decoding with the cache comes here. False: what changes its state is made of no token (an encoder's input, a
     picture), so it is made once."""

@@ -78,10 +78,12 @@ class Recorder(TorchDispatchMode):
         content = None if drawn else self._on_cpu(func, ref_args, ref_kwargs)
         try:
             result = func(*args, **kwargs)
-        except NotImplementedError as e:
+        except RuntimeError as e:  # NotImplementedError is one
             result = self._by_numbers(func, ref_args, ref_kwargs)
-            if result is None:
+            if result is None and isinstance(e, NotImplementedError):
                 raise TraceError(f"{self.where()}: {func} has no shape without numbers") from e
+            if result is None:
+                raise
         outputs, mutates, writes = list[int](), None, list[int]()
         results = result if isinstance(result, tuple | list) else (result,)
         contents = content if isinstance(content, tuple | list) else (content,) * len(results)
@@ -207,7 +209,9 @@ def _parameter_names(module: torch.nn.Module) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
 
 
-def _attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
+def _attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None, **kwargs: Any
+) -> Any:
     """What the traced model calls for attention: the eager function of its own modeling file, with the ops inside marked."""
     r: Recorder = _active.recorder
     eager = sys.modules[type(module).__module__].eager_attention_forward
@@ -215,7 +219,7 @@ def _attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, 
     q, k, v = (r.value(t) for t in (query, key, value))
     window = int(kwargs.get("sliding_window") or 0)
     r.attention.append(AttentionCall(r.calls[r.open[-1]].module, q, k, v, -1, first, first, window))
-    result = eager(module, query, key, value, mask, **kwargs)
+    result = eager(module, query, key, value, attention_mask, **kwargs)
     at, r.in_attention = r.in_attention, outer
     r.attention[at] = AttentionCall(r.calls[r.open[-1]].module, q, k, v, r.value(result[0]), first, len(r.ops), window)
     return result

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .factors import Dim
+from .factors import Dim, resolve, size
 from .rules import Arguments, Axes, Effect, broadcast, opaque, refs, rule, same
 from .trace import Op, Ref
 
@@ -167,14 +167,50 @@ def index(axes: Axes, op: Op, args: Arguments) -> Result:
     indices += [None] * (len(dims) - len(indices))
     tensors = refs(indices)
     if any(axes.trace.values[r.id].dtype in (torch.bool, torch.uint8) for r in tensors):
-        return opaque(axes, op, args)
+        return _masked(axes, op, dims, indices) if len(tensors) == 1 else opaque(axes, op, args)
     at = [d for d, r in enumerate(indices) if isinstance(r, Ref)]
+    if len(at) == 1 and _reorders(axes, tensors[0], dims[at[0]]):
+        return Effect("index", con=[dims[at[0]]]), [[*dims[: at[0]], _in_another_order(axes, dims[at[0]]), *dims[at[0] + 1 :]]]
     shape = torch.broadcast_shapes(*(axes.shape(r) for r in tensors))
     spliced = broadcast(axes, [same(axes, r) for r in tensors], tuple(shape))
     adjacent = at == list(range(at[0], at[-1] + 1))
     rest = [d for i, d in enumerate(dims) if i not in at]
     place = at[0] if adjacent else 0
     return Effect("index", con=[dims[d] for d in at]), [[*rest[:place], *spliced, *rest[place:]]]
+
+
+def _reorders(axes: Axes, index: Ref, dim: Dim) -> bool:
+    """The index is known to take every place of the dim once (patches sorted into windows)."""
+    data = axes.trace.values[index.id].data
+    return data is not None and data.dim() == 1 and torch.equal(data.sort().values, torch.arange(size(dim)))
+
+
+def _in_another_order(axes: Axes, dim: Dim) -> Dim:
+    """As many places for as many reasons, of which none may be cut."""
+    axes.factors.flag(dim)
+    return [n for node in resolve(dim) for n in axes.factors.fresh(node.size, flagged=True, symbol=node.symbol)]
+
+
+def _masked(axes: Axes, op: Op, dims: list[Dim], indices: list[Any]) -> Result:
+    """x[mask]: some of the indices along the mask's dims, in order. Where it is known to be all of them, they are the same axes."""
+    (at,) = (d for d, r in enumerate(indices) if isinstance(r, Ref))
+    mask = axes.trace.values[indices[at].id]
+    gone = dims[at : at + len(mask.shape)]
+    for dim in gone:
+        axes.factors.flag(dim)
+    every = mask.data is not None and bool(mask.data.all())
+    kept = [n for d in gone for n in d] if every else axes.factors.fresh(_out_shape(axes, op)[at], flagged=True)
+    return Effect("index", con=list(gone)), [[*dims[:at], kept, *dims[at + len(gone) :]]]
+
+
+@rule("avg_pool2d", "adaptive_avg_pool2d", "_adaptive_avg_pool2d", "max_pool2d_with_indices", "upsample_bilinear2d", "upsample_bicubic2d")
+def pooled(axes: Axes, op: Op, args: Arguments) -> Result:
+    """[..., channels, height, width]: places are mixed, channels carry."""
+    dims = same(axes, op.args[0])
+    for dim in dims[-2:]:
+        axes.factors.flag(dim)
+    outs = [[*dims[:-2], *axes.fresh(axes.trace.values[o].shape[-2:], flagged=True)] for o in op.outputs if o >= 0]
+    return Effect("nonlinear", cross=dims[-2:]), outs
 
 
 @rule("gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")

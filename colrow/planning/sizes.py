@@ -22,6 +22,7 @@ class Listener(Protocol):
     """What the recorder offers (record.py)."""
 
     def value(self, tensor: torch.Tensor) -> int: ...
+    def content(self, tensor: torch.Tensor) -> torch.Tensor | None: ...
     def know(self, tensor: torch.Tensor, content: torch.Tensor) -> None: ...
     def use(self, function: str, tensor: torch.Tensor, dim: int, expr: Expr) -> None: ...
 
@@ -38,6 +39,8 @@ class IntReader(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__getitem__" and isinstance(args[0], torch.Tensor):
             args = (args[0], _as_slices(args[1]))
+        if name == "tolist" and (content := self.recorder.content(args[0])) is not None:
+            return content.tolist()
         out = func(*args, **kwargs)
         if name in ("__get__", "size") and isinstance(out, torch.Size):
             at = self.recorder.value(args[0])

@@ -216,8 +216,8 @@ class _Words:
 
     def region(self, border: Border, op: RegionOp, reason: str, partition: Partition | None = None) -> Region:
         module = self.trace.calls[border.call].module
-        steps = self.graph.in_steps[border.value]
-        return Region(module, border.place, border.arg, op, self.graph.symbols(border.value), reason, partition, steps=steps)
+        shape, scored, steps = self.graph.symbols(border.value), self.graph.scored[border.value], self.graph.in_steps[border.value]
+        return Region(module, border.place, border.arg, op, shape, reason, partition, scored=scored, steps=steps)
 
     def why_reduce(self, border: Border) -> str:
         first = next(iter(self.graph.consumers[border.value]), None)

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..comm.group import Group
 from ..parallel.head import sharded_logits
+from ..parallel.inline_loss import computes_own
 from ..parallel.state import state_of
 from ..planning.plan import Plan
 from . import compare
@@ -25,6 +26,7 @@ from .precision import computing_in, tolerance
 from .reference import Reference, digest
 
 AFTER = "copies after both steps"
+OF_THE_LOSS = ("loss.max", "loss.sum")
 
 Copies = dict[tuple[str, str, int], str]
 """(kind, parameter, start of the stretch along its cut dim or 0) -> digest: of everything that other ranks hold too."""
@@ -59,7 +61,14 @@ def examine(model: nn.Module, group: Group, plan: Plan, reference: Reference) ->
     asked = replace(reference.asked, steps=len(answers.tokens))  # one step only where the model has no cache
     state = state_of(model)
     cut = state.sequence.cut if state.sequence is not None else None
-    items += count_items(predicted(state.plan, asked, group, reference.dtype.itemsize, cut), found, group)
+    expected = predicted(state.plan, asked, group, reference.dtype.itemsize, cut)
+    for site in list(expected):
+        parameter = site[2].removesuffix(".grad").removesuffix(".copies")
+        if parameter in plan.tensors and parameter not in reference.gradients:
+            del expected[site]  # its gradient, if it had one, would be a part
+        elif site[2] in OF_THE_LOSS and computes_own(model) and site in found and found[site][0] == expected[site][0]:
+            expected[site] = found[site]  # of how many positions is the model's own business
+    items += count_items(expected, found, group)
     return Evidence(Comparison(tuple(items)), copies)
 
 

@@ -187,10 +187,11 @@ def _decode(
 
 def _seen(prompt: Example, sequence: str, new: int, cache: Any) -> dict[str, torch.Tensor | None]:
     """The mask of a later step: of the encoder's tokens, else of all tokens so far; none where the cache is a state without positions
-    (Mamba, which would multiply the new token by every entry)."""
+    (Mamba, which would multiply the new token by every entry), and where pictures were among the tokens: such models count positions by
+    themselves, and some by the mask instead where they get one."""
     if TOKENS not in prompt:
         return {}
-    if sequence == TOKENS and not _has_positions(cache):
+    if sequence == TOKENS and (not _has_positions(cache) or prompt.keys() != {TOKENS}):
         return {"attention_mask": None}
     rows, length = prompt[TOKENS].shape
     return {"attention_mask": prompt[TOKENS].new_ones(rows, length if sequence == DECODED else length + new)}

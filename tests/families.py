@@ -172,3 +172,73 @@ ENCODERS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 """O-21: of text, of pictures (3 heads), of both."""
+
+ROTARY: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}}
+TOWER: dict[str, Any] = {"hidden_size": 36, **PICTURES}
+DEEP: dict[str, Any] = {"depth": 2, "hidden_size": 48, "num_heads": 3, "patch_size": 4}
+MARKS: dict[str, Any] = {"image_token_id": 100, "video_token_id": 99, "vision_start_token_id": 98, "vision_end_token_id": 97}
+LLAMA: dict[str, Any] = {"model_type": "llama", **WIDE}
+
+SEEING: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llava": lambda: tf.LlavaConfig(
+        text_config=LLAMA, vision_config={"model_type": "clip_vision_model", **TOWER}, image_token_id=100, image_seq_length=16
+    ),
+    "gemma3": lambda: tf.Gemma3Config(
+        text_config={**WIDE, "query_pre_attn_scalar": 24, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        vision_config=TOWER,
+        mm_tokens_per_image=4,
+        image_token_index=100,
+        boi_token_index=98,
+        eoi_token_index=99,
+    ),
+    "paligemma": lambda: tf.PaliGemmaConfig(
+        text_config={"model_type": "gemma", **WIDE},
+        vision_config={"model_type": "siglip_vision_model", **TOWER},
+        image_token_index=100,
+        projection_dim=45,
+        hidden_size=45,
+    ),
+    "qwen2-vl": lambda: tf.Qwen2VLConfig(text_config={**EVEN, **ROTARY}, vision_config={**DEEP, "embed_dim": 48, "mlp_ratio": 2}, **MARKS),
+    "qwen2.5-vl": lambda: tf.Qwen2_5_VLConfig(
+        text_config={**EVEN, **ROTARY},
+        vision_config={**DEEP, "intermediate_size": 53, "out_hidden_size": 48, "window_size": 16, "fullatt_block_indexes": [1]},
+        **MARKS,
+    ),
+    "qwen3-vl": lambda: tf.Qwen3VLConfig(
+        text_config={**EVEN, "head_dim": 8, **ROTARY},
+        vision_config={
+            **DEEP,
+            "intermediate_size": 53,
+            "out_hidden_size": 48,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        **MARKS,
+    ),
+    "idefics3": lambda: tf.Idefics3Config(text_config=LLAMA, vision_config=TOWER, image_token_id=100, scale_factor=2),
+    "smolvlm": lambda: tf.SmolVLMConfig(text_config=LLAMA, vision_config=TOWER, image_token_id=100, scale_factor=2),
+    "internvl": lambda: tf.InternVLConfig(
+        text_config={"model_type": "qwen2", **EVEN},
+        vision_config={**TOWER, "image_size": [16, 16], "patch_size": [4, 4]},
+        image_token_id=100,
+        image_seq_length=4,
+        downsample_ratio=0.5,
+    ),
+    "mllama": lambda: tf.MllamaConfig(
+        text_config={**EVEN, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+        vision_config={
+            **{k: v for k, v in TOWER.items() if k != "num_attention_heads"},
+            "attention_heads": 3,
+            "num_global_layers": 1,
+            "max_num_tiles": 2,
+            "vision_output_dim": 72,
+            "intermediate_layers_indices": [0],
+            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        },
+        image_token_index=100,
+    ),
+    "llava-next": lambda: tf.LlavaNextConfig(
+        text_config=LLAMA, vision_config={"model_type": "clip_vision_model", **TOWER}, image_token_id=100, image_grid_pinpoints=[[16, 16]]
+    ),
+}
+"""Of pictures and text. LLaVA-NeXT cuts pictures up by sizes that it reads itself: followed with its tokens alone."""

@@ -61,14 +61,15 @@ def install(model: nn.Module, state: State, region: Region) -> None:
 
 
 def _heads(model: nn.Module, state: State, cut: Partition) -> list[str]:
-    """Linear layers whose output features are cut as the logits are."""
+    """The model's output embeddings, or, where it names none that is cut, the linear layers whose output features are cut as the logits."""
     found = []
     for name, entry in state.plan.names():
         path, _, key = name.rpartition(".")
         dim = next((d for kind, d in OUTPUT_DIM.items() if isinstance(model.get_submodule(path), kind)), None)
         if key == "weight" and dim is not None and entry.partition.dim == dim and entry.partition.pieces == cut.pieces:
             found.append(path)
-    return found
+    named: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    return [path for path in found if model.get_submodule(path) is named] or found
 
 
 class Follow(TorchFunctionMode):

@@ -86,7 +86,7 @@ class _Chooser:
     def run(self) -> Choice:
         possible = [found for c in self._candidates() if (found := self._judge(c))]
         possible = self._drop_lonely_lookups(possible)
-        possible.sort(key=lambda a: -a.gain / max(a.cost, 1e-9))
+        possible.sort(key=lambda a: (not a.candidate.heads, -a.gain / max(a.cost, 1e-9)))  # heads first: caches shrink with them
         accepted: list[Accepted] = []
         taken: dict[Node, Accepted] = {}
         for found in possible:
@@ -132,7 +132,7 @@ class _Chooser:
             trouble = self._trouble(cut, flow)
             gain, cost = self._gain(cut.leaves), flow.cost(self.graph)
             worth = WORTH_OF_TABLE if self._is_lookup(flow) else WORTH
-            if not trouble and cost * self.graph.hidden <= worth * gain:
+            if not trouble and cost * flow.width(self.graph) <= worth * gain:
                 return Accepted(candidate, cut, gain, cost, flow)
             text = text or trouble or f"{gain:.0f} elements saved are too few for {cost:.0f} elements per token on the wire"
         self._reject(candidate, text)

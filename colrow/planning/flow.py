@@ -57,7 +57,12 @@ class Flow:
     def cost(self, graph: Graph) -> float:
         """Elements per token on the wire, a fixed price per collective included, in the forward pass."""
         means = (s.value for i in self.means for s in graph.statistics[i])
-        return sum(price(graph, v) for v in (*self.reduced, *means))
+        reduced = sum(graph.per_token(v) + COLLECTIVE * graph.width(border) for v, border in self.reduced.items())
+        return reduced + sum(price(graph, v) for v in means)
+
+    def width(self, graph: Graph) -> int:
+        """The width of the streams that are reduced."""
+        return max((graph.width(border) for border in self.reduced.values()), default=graph.hidden)
 
 
 def price(graph: Graph, value: int) -> float:

@@ -6,6 +6,7 @@ for realistic inputs. Nothing here depends on which axes are cut.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -248,6 +249,19 @@ class Graph:
         """The module looks up in its table through nn.Embedding, whatever it does before and after."""
         return is_table(self.trace.modules.get(module, object))
 
+    def width(self, border: Border) -> int:
+        """The unit of cost for a collective at a border: the width of the residual stream, or of a picture tower's own."""
+        layers = re.match(r"(.*?)\.\d+(\.|$)", self.trace.calls[border.call].module)
+        if self.in_steps[border.value] or layers is None:
+            return self.hidden
+        if layers[1] not in self._widths:
+            self._widths[layers[1]] = self._common_width(f"{layers[1]}.")
+        return self._widths[layers[1]]
+
+    @cached_property
+    def _widths(self) -> dict[str, int]:
+        return {}
+
     def is_scores(self, output: str, value: int) -> bool:
         """The output is the logits of a vocabulary, of which loss and sampling take slices."""
         sizes = {vocabulary(self.trace.config), vocabulary(self.trace.config, decoder=True)}
@@ -264,9 +278,12 @@ class Graph:
     @cached_property
     def hidden(self) -> int:
         """Width of the residual stream: the largest last dim shared by the most module outputs; the unit of cost for one collective."""
+        return self._common_width("")
+
+    def _common_width(self, within: str) -> int:
         widths: dict[int, int] = defaultdict(int)
         for call in self.trace.calls:
-            for v in call.outputs.values():
+            for v in call.outputs.values() if call.module.startswith(within) else ():
                 if self.differentiable[v] and self.trace.values[v].shape:
                     widths[self.trace.values[v].shape[-1]] += 1
         return max(widths, key=lambda w: (widths[w], w), default=1)

@@ -153,6 +153,7 @@ class Plan:
     edits: tuple[Edit, ...] = ()
     attention: tuple[Attention, ...] = ()
     buffers: tuple[BufferPlan, ...] = ()
+    inputs: tuple[str, ...] = ()  # what the model was called with when the plan was derived
     notes: tuple[Note, ...] = ()
     weights: tuple[float, ...] = ()  # of unequal devices; () = equal
     config_digest: str = ""  # of the config the plan was made for
@@ -239,6 +240,7 @@ def _plan_from(data: dict[str, Any]) -> Plan:
         edits=tuple(_read(Edit, e) for e in data["edits"]),
         attention=tuple(_read(Attention, a) for a in data["attention"]),
         buffers=tuple(_read(BufferPlan, b) for b in data.get("buffers", ())),
+        inputs=tuple(data.get("inputs", ())),
         notes=tuple(_read(Note, n) for n in data["notes"]),
         weights=tuple(data["weights"]),
         config_digest=data["config_digest"],

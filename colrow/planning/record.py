@@ -29,6 +29,7 @@ from .trace import BATCH, LENGTH, SOURCE_LENGTH, AttentionCall, Call, IntUse, Op
 
 THROUGH_INTERFACE, EAGER = "colrow_trace", "eager"
 SMALL = 1 << 16  # elements of a constant whose content is kept
+GIVEN = 1 << 22  # the same for what is made of inputs that are known: whether a picture is all zeros
 _active = threading.local()
 
 
@@ -96,7 +97,7 @@ class Recorder(TorchDispatchMode):
                 writes += [v for v in self.memory[out.untyped_storage()._cdata] if v != mutates]
                 if not constant or data is None:
                     self._overwritten(out, constant, data is not None)
-            small = data if isinstance(data, torch.Tensor) and data.numel() <= SMALL else None
+            small = data if isinstance(data, torch.Tensor) and data.numel() <= (SMALL if constant else GIVEN) else None
             outputs.append(self.add(out, "result", constant=constant, data=small))
         call = self.open[-1] if self.open else 0
         op = Op(len(self.ops), func, ref_args, ref_kwargs, tuple(outputs), call, self.in_attention, mutates, tuple(writes))

@@ -11,13 +11,13 @@ An in-place op makes a new value; `Op.mutates` says which older value occupies t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .inputs import Example, examples
+from .inputs import TOKENS, Example, examples
 from .ints import Expr
 from .models import build
 
@@ -136,6 +136,7 @@ class Trace:
     attributes: dict[tuple[str, str], int]  # integers of modules
     int_uses: list[IntUse]
     saved: frozenset[str] = frozenset()  # buffers that are saved with the model
+    left_out: str = ""  # why the model could be followed with its tokens alone
     bypasses: bool = False  # attention does not go through the AttentionInterface (no entry in `attention`)
 
     def module_of(self, op: Op) -> str:
@@ -181,9 +182,10 @@ def trace(config: PreTrainedConfig) -> Trace:
             raise first from None
         for example in others:
             try:
-                return _trace(config, example)
+                found = _trace(config, example)
             except TraceError:
                 continue
+            return found if example.keys() != {TOKENS} else replace(found, left_out=str(first))
         raise
 
 

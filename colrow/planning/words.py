@@ -58,6 +58,7 @@ class _Words:
             edits=tuple(self.choice.edits),
             attention=tuple(self.heads()),
             buffers=tuple(self.buffer(v) for v in sorted(self.choice.flow.buffers)),
+            inputs=tuple(self.trace.inputs),
             notes=tuple(self.notes(tensors)),
             weights=weights,
             config_digest=digest,
@@ -273,6 +274,9 @@ class _Words:
 
     def notes(self, tensors: dict[str, TensorPlan]) -> Iterable[Note]:
         """For each group of matrices that stay whole, why."""
+        if self.trace.left_out:
+            why = f"could not be followed, so what they alone go through stays whole: {self.trace.left_out}"
+            yield Note("inputs other than tokens", why)
         groups: dict[tuple[str, str], None] = {}
         for name, entry in tensors.items():
             refusal = self.refusal(name)

@@ -65,8 +65,8 @@ def questions(
 ) -> Questions:
     """Inputs that the whole `model` takes. Token ids include the first and the last of the vocabulary (both ends of a cut), and some labels
     do not count. An encoder with a decoder behind it gets other lengths than the decoder."""
-    inputs = fitting(model, batch, length, length + 4, seed)
-    start = fitting(model, 1, prompt, prompt + 4, seed + 1)
+    inputs = fitting(model, batch, length, length + 3, seed)
+    start = fitting(model, 1, prompt, prompt + 3, seed + 1)
     decodes = generates(model) and cache_name(model) is not None
     return Questions(inputs, _labels(model, inputs), start, steps if decodes else 0, train)
 

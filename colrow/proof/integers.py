@@ -1,7 +1,7 @@
 """The integers of a config as a search space: which there are, what smaller values to try, and a config with other values.
 
 A config is handled as its dict, nested for composite models; nothing here knows what a field means, but for two conventions of
-transformers: `vocab_size` and fields that end in `_token_id`, which must stay below it.
+transformers: `vocab_size` and fields that end in `_token_id` or `_token_index`, which must stay below it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ Path = tuple[str, ...]
 State = dict[str, Any]
 
 MOST_OPTIONS = 8
+SPECIAL = ("_token_id", "_token_index")
 
 
 class Integers:
@@ -28,21 +29,23 @@ class Integers:
 
     def fields(self, state: State) -> list[Path]:
         """Every integer of at least 2 that can be a size, in the order of the config."""
-        return [path for path, value in _walk(state) if type(value) is int and value >= 2 and not path[-1].endswith("_token_id")]
+        return [path for path, value in _walk(state) if type(value) is int and value >= 2 and not path[-1].endswith(SPECIAL)]
 
     def value(self, state: State, path: Path) -> int:
         return _at(state, path[:-1])[path[-1]]
 
     def with_values(self, state: State, values: dict[Path, int]) -> State:
-        """The state with other values; ids of special tokens that no longer exist become the last of the vocabulary."""
+        """The state with other values; ids of special tokens that no longer exist become the last ones of the vocabulary."""
         out = copy.deepcopy(state)
         for path, value in values.items():
             _at(out, path[:-1])[path[-1]] = value
         vocabulary = min((v for path, v in _walk(out) if path[-1] == "vocab_size" and type(v) is int), default=None)
         if vocabulary is not None:
-            for path, value in list(_walk(out)):
-                if path[-1].endswith("_token_id"):
-                    _at(out, path[:-1])[path[-1]] = _clipped(value, vocabulary - 1)
+            ids = [(path, value) for path, value in _walk(out) if path[-1].endswith(SPECIAL)]
+            beyond = sorted({i for _, value in ids for i in _listed(value) if i >= vocabulary}, reverse=True)
+            new = {i: max(vocabulary - 1 - at, 0) for at, i in enumerate(beyond)}  # those of pictures and of padding stay different
+            for path, value in ids:
+                _at(out, path[:-1])[path[-1]] = _renamed(value, new)
         return out
 
     def with_depth(self, state: State, path: Path, depth: int, layers: Iterable[int]) -> State:
@@ -80,7 +83,7 @@ class Integers:
         return tuple(
             (".".join(path), before[path], value)
             for path, value in _walk(state)
-            if type(value) is int and before[path] != value and not path[-1].endswith("_token_id")
+            if type(value) is int and before[path] != value and not path[-1].endswith(SPECIAL)
         )
 
 
@@ -104,10 +107,14 @@ def _at(state: State, path: Path) -> State:
     return state
 
 
-def _clipped(value: Any, last: int) -> Any:
+def _listed(value: Any) -> list[int]:
+    return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int]
+
+
+def _renamed(value: Any, new: dict[int, int]) -> Any:
     if isinstance(value, list):
-        return [_clipped(v, last) for v in value]
-    return min(value, last) if type(value) is int else value
+        return [_renamed(v, new) for v in value]
+    return new.get(value, value) if type(value) is int else value
 
 
 def candidates(n: int, floor: int, ranks: int) -> list[int]:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from transformers import PreTrainedConfig
 
 from ..planning.inputs import fitting, moved
+from ..planning.trace import trace
 from .exercise import call
 from .whole import build
 
@@ -60,8 +61,11 @@ def shapes(config: PreTrainedConfig) -> Shapes:
     return Shapes(sizes, depths, frozenset((stem, frozenset(entries)) for (stem, _), entries in layers.items()))
 
 
-def runs(config: PreTrainedConfig, found: Shapes, length: int = 7) -> bool:
-    """Whether a forward pass over `length` tokens ends without an exception."""
+def runs(config: PreTrainedConfig, found: Shapes, inputs: tuple[str, ...] = (), length: int = 7) -> bool:
+    """Whether a forward pass over `length` tokens ends without an exception; of a model of several towers, one with the same `inputs`, so
+    that no tower is left out."""
+    if config.sub_configs:
+        return _traced(config) == set(inputs)
     try:
         if found.elements <= RUN_FOR_REAL:
             _forward(config, length, torch.float32)
@@ -73,6 +77,14 @@ def runs(config: PreTrainedConfig, found: Shapes, length: int = 7) -> bool:
     except Exception:  # a model may refuse a size with an error of any kind; which one does not matter here
         return False
     return True
+
+
+def _traced(config: PreTrainedConfig) -> set[str]:
+    """What a trace called the model with; where the towers meet, numbers decide, which fake tensors do not have."""
+    try:
+        return set(trace(config).inputs)
+    except Exception:  # as above
+        return set()
 
 
 @contextmanager

@@ -91,11 +91,11 @@ def _search(config: PreTrainedConfig, plan: Plan, full: Shapes, floor: Floor) ->
         if integers.value(state, path) in heads:
             continue
         options = candidates(integers.value(state, path), floor(integers.value(state, path)), plan.ranks)
-        state, moved = _first_that_runs(integers, state, [{path: n} for n in options])
+        state, moved = _first_that_runs(integers, state, [{path: n} for n in options], plan.inputs)
         if not moved:
             stuck.append(path)
     for path in stuck:  # a size that must stay in proportion to another one: both are divided alike
-        state, _ = _first_that_runs(integers, state, _in_proportion(integers, state, path, sizes, floor))
+        state, _ = _first_that_runs(integers, state, _in_proportion(integers, state, path, sizes, floor), plan.inputs)
     small = integers.config(state)
     return small, integers.changes(state)
 
@@ -119,13 +119,15 @@ def _shapes_or_none(config: PreTrainedConfig) -> Shapes | None:
         return None
 
 
-def _first_that_runs(integers: Integers, state: dict[str, Any], tries: list[dict[Path, int]]) -> tuple[dict[str, Any], bool]:
+def _first_that_runs(
+    integers: Integers, state: dict[str, Any], tries: list[dict[Path, int]], inputs: tuple[str, ...]
+) -> tuple[dict[str, Any], bool]:
     names = shapes(integers.config(state)).names
     for values in tries:
         changed = integers.with_values(state, values)
         config = integers.try_config(changed)
         found = config and _shapes_or_none(config)
-        if config and found and found.names == names and runs(config, found):
+        if config and found and found.names == names and runs(config, found, inputs):
             return changed, True
     return state, False
 
@@ -134,7 +136,7 @@ def _in_proportion(integers: Integers, state: dict[str, Any], path: Path, sizes:
     n = integers.value(state, path)
     tries = []
     for divisor in (d for d in range(n // floor(n), 1, -1) if n % d == 0):
-        for other in sizes:
+        for other in sorted(sizes, key=lambda at: integers.value(state, at) != n):  # of equal size: the same width, said twice
             m = integers.value(state, other)
             if other != path and m % divisor == 0 and m > divisor:
                 tries.append({path: n // divisor, other: m // divisor})
@@ -165,7 +167,7 @@ def _fewer_layers(integers: Integers, plan: Plan, full: Shapes) -> dict[str, Any
                 continue
             if found.names == names:
                 break  # not a number of layers
-            if found.kinds == full.kinds and runs(config, found):
+            if found.kinds == full.kinds and runs(config, found, plan.inputs):
                 state = changed
                 break
     return state

@@ -39,7 +39,7 @@ def _layers(plan: Plan) -> dict[tuple[str, int], frozenset[Entry]]:
         found.setdefault((stem, number), set()).add((what, rest, *entry))
 
     for t in plan.tensors.values():
-        add(t.name, "tensor", t.role, t.grad, cut(t.partition), len(t.shape), t.aliases, tuple(_anonymous(p) for p in t.path))
+        add(t.name, "tensor", t.role, t.grad, cut(t.partition), len(t.shape), t.aliases, tuple(dict.fromkeys(map(_anonymous, t.path))))
     for r in plan.regions:
         add(f"{r.module}.", "region", r.place, r.arg, r.op, cut(r.partition), r.ranks, r.dtype, len(r.shape))
     for e in plan.edits:

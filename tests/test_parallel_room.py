@@ -60,6 +60,12 @@ def test_limits_of_this_process_are_seen():
     assert (1 << 40) - (8 << 30) < found.free < 1 << 40
 
 
+def test_the_share_of_a_rank_is_what_all_can_take(monkeypatch):
+    limited(monkeypatch, room.Room("the host", ("h",), 1000), room.Room("its own limit", ("h", "RLIMIT_DATA", "1"), 600))
+    assert run_threads(room.share, 1) == [600]
+    assert run_threads(room.share, 4) == [250] * 4
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_control_groups_of_both_versions(version: int, tmp_path: Path):
     listed, base = tmp_path / "cgroup", tmp_path / "memory" if version == 1 else tmp_path

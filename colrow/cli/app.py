@@ -338,7 +338,11 @@ def serve(
     from ..serve.messages import Limits
     from . import serve as command
 
-    limits = Limits(int(read_bytes(cache)) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast)
+    if api_key == "":
+        raise UserError("the API key is empty", works="--api-key SECRET, or none")
+    limits = Limits(
+        int(read_bytes(cache, "--cache")) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast
+    )
     opening = Opening(
         find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, adapter=check_adapter(adapter)
     )

@@ -123,7 +123,7 @@ class Asked:
 _UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
-def read_bytes(text: str) -> float:
+def read_bytes(text: str, option: str = "--memory") -> float:
     """ "8GB" -> 8e9, "80 GiB" -> 85899345920; 0 where there is nothing."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = found.group(2).upper() if found else ""
@@ -131,5 +131,5 @@ def read_bytes(text: str) -> float:
     if not text:
         return 0.0
     if found is None or unit not in _UNITS or float(found.group(1)) == 0:
-        raise UserError("memory must be a number with a unit", text, "--memory 8GB")
+        raise UserError(f"{option.removeprefix('--')} must be a size with a unit, above 0", text, f"{option} 8GB")
     return float(found.group(1)) * _UNITS[unit]

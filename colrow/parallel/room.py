@@ -47,6 +47,12 @@ def check(plan: Plan, dtype: torch.dtype, group: Group) -> None:
                 raise _refusal(rank, beside, room, need, plan.ranks)
 
 
+def share(group: Group) -> int:
+    """Bytes that this rank may still take if all ranks take as much. No collective: ranks are counted as if all were on this host."""
+    found = list(rooms(group.device))
+    return min(room.free // (group.size if len(room.shared) == 1 else 1) for room in found)
+
+
 def _refusal(rank: int, beside: list[int], room: Room, need: int, ranks: int) -> UserError:
     who = f"rank {rank}'s" if len(beside) == 1 else f"the {len(beside)} ranks'"
     what = f"{who} parameters take {need / 1e9:.2f} GB, and {room.what} leaves {room.free / 1e9:.2f} GB"

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from multiprocessing.connection import Client
 from typing import Any
 
-import psutil
 import torch
 
 from ..comm.collectives import gather_objects
@@ -21,6 +20,7 @@ from ..engine.engine import Engine
 from ..engine.forward import Forward
 from ..engine.request import Output, Request
 from ..engine.scheduler import BLOCK
+from ..parallel import room
 from .messages import Abort, Limits, Ready, Stats, Stop, Where
 
 SECONDS = 0.5  # between two Stats
@@ -30,7 +30,7 @@ SHARE = 0.4  # of the free memory, for the caches of all ranks of this host
 def work(group: Group, engine: Engine, limits: Limits, where: Where) -> Iterator[Ready | list[Output] | Stats]:
     """Runs until `Stop` comes, or the HTTP side is gone. A collective of all ranks."""
     size, shares = measure_cache(engine)
-    budget = limits.cache_bytes or int(psutil.virtual_memory().available * SHARE / group.size)
+    budget = limits.cache_bytes or int(room.share(group) * SHARE)
     cache_tokens = max(budget // size // BLOCK, 1) * BLOCK
     mine = (os.getpid(), sum(p.numel() * p.element_size() for p in engine.model.parameters()), cache_tokens)
     pids, parameters, tokens = zip(*gather_objects(mine, group, "serve.ready"), strict=True)

@@ -81,7 +81,7 @@ def head_lines(study: Study) -> list[str]:
     """What was asked, what a rank holds and what a token moves, in three lines."""
     plan, row, q = study.row.plan, study.row, study.question
     whole = memory.parameters_of(plan)
-    count = f"{whole / 1e9:,.1f} billion" if whole >= 1e9 else f"{whole / 1e6:,.0f} million"
+    count = f"{whole / 1e9:,.1f} billion" if whole >= 1e9 else f"{verdict.number(whole / 1e6)} million"
     device = study.machine.device
     count_of = "" if plan.ranks == 1 else f"{plan.ranks} ranks of " if device.shared else f"{plan.ranks} x "
     devices, joined = count_of + device.words, f", {study.machine.joins(plan.ranks).words}" if plan.ranks > 1 else ""
@@ -89,10 +89,11 @@ def head_lines(study: Study) -> list[str]:
     first = f"{plan.architecture}, {count} parameters, on {devices}{joined}: {work} {q.batch} x {q.context:,} tokens"
     sizes = cost.parameter_bytes(plan, q.dtype_bytes)
     each = f"{amount(min(sizes))} to {amount(max(sizes))}" if min(sizes) != max(sizes) else amount(max(sizes))
+    who = "each rank holds" if plan.ranks > 1 else "it holds"
     of = f" of {amount(whole * q.dtype_bytes)}" if plan.ranks > 1 else ""
     lines = [
         first,
-        f"  each rank holds {each}{of} of weights at {q.dtype_bytes} bytes, {amount(max(row.cache_per_token))} of cache a token",
+        f"  {who} {each}{of} of weights at {q.dtype_bytes} bytes, {amount(max(row.cache_per_token))} of cache a token",
     ]
     blocks = cost.total(row.traffic, "ring", "blocks")
     if blocks.calls:

@@ -226,7 +226,7 @@ def dropping(group: Group, model: Any, ids: torch.Tensor, recompute: bool) -> di
     model.train()
     random.seed_dropout(model, 5)
     if recompute:
-        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": random.contexts(model)})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     first, second = (model(ids[:, :n], use_cache=False).logits for n in (12, 9))
     (next_token_loss(first, ids[:, :12]) + next_token_loss(second, ids[:, :9])).backward()
     return whole_gradients(model)

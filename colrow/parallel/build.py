@@ -38,6 +38,7 @@ from . import (
     norm,
     once,
     random,
+    recompute,
     save,
     sequence_probe,
 )
@@ -110,7 +111,7 @@ def _apply(model: nn.Module, plan: Plan, group: Group, cut: Sequence | None) -> 
     borders.forget_copies(model, state)
     if cut is not None:
         install_sequence(model, cut)
-    for part in (head, generate, save, guards, random):
+    for part in (head, generate, save, guards, random, recompute):
         part.install(model, state)
     model.colrow = state  # type: ignore[assignment]
     return model

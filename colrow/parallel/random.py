@@ -155,7 +155,7 @@ def _watch(model: nn.Module, masks: Masks, sites: Sites) -> None:
 
         def before(module: nn.Module, _: Any, path: str = path) -> None:
             if masks.depth == 0 and module.training and torch.is_grad_enabled():
-                works = "gradient_checkpointing_kwargs={'use_reentrant': False, 'context_fn': colrow.parallel.random.contexts(model)}"
+                works = "gradient_checkpointing_kwargs={'use_reentrant': False}"
                 raise UserError(f"dropout in {path} outside the model's forward pass (recomputed?) has no mask", works=works)
             call = masks.calls[path] = masks.calls.get(path, 0) + 1
             masks.open.append(_Dropping(masks, path, call))

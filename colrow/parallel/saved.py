@@ -1,18 +1,24 @@
-"""What autograd keeps on a rank: measured on the real split model, run on meta tensors with a transport that moves nothing.
+"""What the forward pass of a training step leaves in memory: measured on the real split model, run on meta tensors with a transport that
+moves nothing.
 
-    saved_bytes(config, plan, rank=0, batch=1, seq=4096, dtype=torch.bfloat16)
+    saved_bytes(config, plan, rank=0, batch=1, seq=4096, dtype=torch.bfloat16, sequence="again", recompute=False)
 
-No weights and no other ranks are needed: collectives give tensors of the right shape, which is all that counts here. Each memory is counted
-once, however many ops keep it; parameters are not counted, nor are buffers. Not here: the formulas beside it (planning/memory.py).
+No weights and no other ranks are needed: collectives give tensors of the right shape, which is all that counts here. What still lives
+when the loss is all that is held is what the backward pass keeps, whoever keeps it: autograd, sequence parallelism's slices, the inputs of
+layers that are computed again. Each memory is counted once; parameters and buffers are not. Not here: the formulas beside it (planning/memory.py).
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx.experimental import _config as fx_config
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
@@ -23,6 +29,8 @@ from ..planning.derive import derive
 from ..planning.plan import Plan
 from . import build
 from .head import sharded_logits
+from .recompute import recompute_layers
+from .sequence import Mode
 
 
 class Dry:
@@ -79,6 +87,28 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Living(TorchDispatchMode):
+    """Every memory that ops make on the meta device, as long as something holds it; not the `model`'s own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps the address from being used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, torch.Tensor) and x.is_meta:
+                storage = x.untyped_storage()
+                if storage._cdata not in self.own:
+                    self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return result
+
+    def nbytes(self) -> int:
+        gc.collect()
+        return sum(size for storage, size in self.made.values() if not storage.expired())
+
+
 class _PlainCase(TorchDispatchMode):
     """Answers what a model asks about contents ("is the mask all ones?", "are positions consecutive?"): yes, the plain case."""
 
@@ -89,36 +119,37 @@ class _PlainCase(TorchDispatchMode):
 
 
 def saved_bytes(
-    config: PreTrainedConfig, plan: Plan, rank: int, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa"
+    config: PreTrainedConfig,
+    plan: Plan,
+    rank: int,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype = torch.bfloat16,
+    attention: str = "sdpa",
+    sequence: Mode = "off",
+    recompute: bool = False,
 ) -> int:
     """Bytes that the forward pass of a training step leaves for the backward pass on `rank`: (batch, seq) tokens, labels, loss included.
 
-    `attention` as transformers names it; "sdpa" counts as a fused kernel, "eager" keeps the scores.
+    `attention` as transformers names it; "sdpa" counts as a fused kernel, "eager" keeps the scores. `sequence` as in sequence.py.
+    `recompute`: layers are computed again in the backward pass.
     """
     model = build.empty(config, dtype)
     if attention != "sdpa":
         model.set_attn_implementation(attention)
     if plan.ranks > 1:
-        build.split(model, plan, Group(rank, plan.ranks, Dry(rank), torch.device("meta"), tuple(range(plan.ranks))))
+        build.split(model, plan, Group(rank, plan.ranks, Dry(rank), torch.device("meta"), tuple(range(plan.ranks))), sequence)
+    if recompute:
+        recompute_layers(model)
     model.train()
-    held = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
-    kept: dict[int, torch.UntypedStorage] = {}  # the storages live on here, so that no address is used twice
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in held:
-            kept[storage._cdata] = storage
-        return x
-
+    living = _Living(model)
     ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     all_true = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]  # labels of which none is ignored
-    with all_true, _PlainCase(), _FusedAttention(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        if plan.ranks > 1:
-            with sharded_logits(model):
-                model(ids, labels=ids, use_cache=False)
-        else:
-            model(ids, labels=ids, use_cache=False)
-    return sum(storage.nbytes() for storage in kept.values())
+    with all_true, living, _PlainCase(), _FusedAttention(), sharded_logits(model) if plan.ranks > 1 else nullcontext():
+        loss = model(ids, labels=ids, use_cache=False).loss
+    found = living.nbytes()
+    del loss
+    return found
 
 
 def activations(config: PreTrainedConfig, plan: Plan, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16) -> list[int]:

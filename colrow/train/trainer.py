@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from torch import nn
 from ..checkpoint.rank_files import complete, open_checkpoint
 from ..errors import ColrowError, UserError
 from ..parallel import random
+from ..parallel.recompute import recompute_layers
 from ..parallel.state import state_of
 from . import checkpoint
 from .data import Row, batch, window
@@ -97,7 +97,7 @@ class Trainer:
         self.total = settings.steps if settings.steps is not None else settings.epochs * per_epoch
         random.seed_dropout(model, settings.seed)
         if settings.recompute:
-            recompute(model)
+            recompute_layers(model)
 
     def run(self) -> Iterator[Event]:
         """Trains to the end. NotFinite, naming step and module, where the loss or the gradient is not finite; nothing is changed then."""
@@ -189,14 +189,6 @@ def adamw(parameters: dict[str, nn.Parameter], settings: Settings) -> torch.opti
         {"params": [p for p in parameters.values() if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas)
-
-
-def recompute(model: Any) -> None:
-    """Each layer's activations are computed again in the backward pass instead of being kept; dropout draws the same masks."""
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise UserError("this model cannot recompute its layers", type(model).__name__, "training without --recompute")
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False, "context_fn": random.contexts(model)})
 
 
 @torch.no_grad()

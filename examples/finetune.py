@@ -17,7 +17,7 @@ from pathlib import Path
 
 from colrow.train import curve
 
-ROUNDING = 2e-3
+ROUNDING = 1e-3
 """Largest difference of the losses allowed, relative. Float32 rounding (1e-7) grows from step to step, since each step works on the weights
 of the one before."""
 

@@ -21,6 +21,7 @@ from colrow.parallel.collect import whole_parameters
 from colrow.partition import Partition
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
+from colrow.train import checkpoint
 from colrow.train.checkpoint import resume, save, unfinished
 from colrow.train.export import export
 from colrow.train.gradients import clip_grad_norm, trainable
@@ -170,6 +171,27 @@ def test_killed_twenty_times_while_saving(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 0, "no kill came in the middle of a save"
+
+
+def test_a_full_disk_is_one_line_on_every_rank_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank cannot write its file: all say so, the last checkpoint stays, and what was begun is removed."""
+    room = checkpoint.save_file
+
+    def full(tensors: Any, path: Path) -> None:
+        if path.parent.name.endswith("2") and path.name == "rank-1-of-2.safetensors":
+            path.write_bytes(b"as far as it went")
+            raise OSError(28, "No space left on device")
+        room(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+
+    def task(group: Group, model: Any) -> None:
+        save(tmp_path, 1, model, trainable(model), None)
+        with pytest.raises(UserError, match=r"could not be written by rank 1 .*No space left.*goes on from there"):
+            save(tmp_path, 2, model, trainable(model), None)
+
+    ask_split(whole(AT), plan_for(2), task)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_what_cannot_be_resumed_is_named(saved: dict[int, Path], tmp_path: Path) -> None:

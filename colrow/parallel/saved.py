@@ -5,7 +5,8 @@ moves nothing.
 
 No weights and no other ranks are needed: collectives give tensors of the right shape, which is all that counts here. What still lives
 when the loss is all that is held is what the backward pass keeps, whoever keeps it: autograd, sequence parallelism's slices, the inputs of
-layers that are computed again. Each memory is counted once; parameters and buffers are not. Not here: the formulas beside it (planning/memory.py).
+layers that are computed again. Each memory is counted once; parameters and buffers are not. Not here: the formulas beside it
+(planning/memory.py).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Living(TorchDispatchMode):
+class Living(TorchDispatchMode):
     """Every memory that ops make on the meta device, as long as something holds it; not the `model`'s own."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,7 +143,7 @@ def saved_bytes(
     if recompute:
         recompute_layers(model)
     model.train()
-    living = _Living(model)
+    living = Living(model)
     ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     all_true = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]  # labels of which none is ignored
     with all_true, living, _PlainCase(), _FusedAttention(), sharded_logits(model) if plan.ranks > 1 else nullcontext():

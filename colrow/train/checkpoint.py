@@ -14,11 +14,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -62,9 +63,13 @@ def save(
     collectives.barrier(group, "checkpoint.begin")
     tensors, numbers = _pieces(model, kept, parameters, optimizer)
     path = unfinished / file_name(group.rank, group.size)
-    save_file(tensors, path)
-    _to_disk(path)
-    collectives.barrier(group, "checkpoint.written")
+    wrong = ""
+    try:
+        save_file(tensors, path)
+        _to_disk(path)
+    except (OSError, SafetensorError) as error:  # a full disk, most often
+        wrong = str(error)
+    _all_written(collectives.gather_objects(wrong, group, "checkpoint.written"), unfinished, group.rank)
     if group.rank == 0:
         model.config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
         if getattr(model, "can_generate", lambda: False)():
@@ -104,6 +109,16 @@ def _kept(state: State, parameters: Parameters) -> dict[str, TensorPlan]:
 def _adapter(state: State) -> dict[str, list[float]] | None:
     """Rank and scale of every adapted layer."""
     return None if state.adapters is None else {path: [m.r[NAME], m.scaling[NAME]] for path, m in state.adapters.layers.items()}
+
+
+def _all_written(wrong: Sequence[str], unfinished: Path, rank: int) -> None:
+    """UserError on every rank where one could not write its file; what was written is removed, so that the disk has its room again."""
+    if any(wrong):
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        first = next(n for n, text in enumerate(wrong) if text)
+        what = f"the checkpoint could not be written by rank {first} into {unfinished.parent}; the last one is as it was"
+        raise UserError(what, wrong[first], "more room on the disk, then the same command: it goes on from there")
 
 
 def _pieces(

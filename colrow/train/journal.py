@@ -1,4 +1,4 @@
-"""What a run leaves for people: log.jsonl, one line an event, and loss.html, a picture of the loss."""
+"""What a run leaves for people: log.jsonl, one line an event, and the loss by step as a page and as a picture, loss.html and loss.svg."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class Journal:
         lines = [f"{self.title}: {len(self.points(Step))} steps"]
         page = curve.page("Training loss", self.points(Step), self.points(Evaluation), lines)
         self.picture.write_text(page, encoding="utf-8")
+        drawn = curve.picture({"loss": self.points(Step)}, self.points(Evaluation))
+        self.picture.with_suffix(".svg").write_text(drawn, encoding="utf-8")
 
     def points(self, kind: type) -> list[tuple[int, float]]:
         return [(line["step"], line["loss"]) for line in self.lines if line["event"] == kind.__name__.lower()]

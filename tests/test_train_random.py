@@ -120,11 +120,11 @@ def test_recomputation_draws_the_same_masks() -> None:
         assert (tensor - again[name]).abs().max() <= TOLERANCE, name
 
 
-def test_recomputation_that_does_not_say_what_it_repeats_is_refused() -> None:
+def test_recomputation_that_cannot_be_told_what_it_repeats_is_refused() -> None:
     at = whole(DROPPING)
 
     def task(group: Group, model: Any) -> None:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": True})
         trained(model, at.ids)
 
     with pytest.raises(UserError, match="recomputed"):

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from colrow.checkpoint.model_dir import find
+from colrow.comm.group import Group
+from colrow.comm.local import run_threads
+from colrow.engine.generate import generate
+from colrow.engine.settings import Sampling
+from colrow.engine.stopping import Limits
+from colrow.errors import UserError
+from colrow.parallel.build import parallelize
 from colrow.planning.derive import derive
 from colrow.planning.inputs import fitting
 from colrow.planning.models import build
 from colrow.planning.replay import check
 from colrow.proof.gate import GateRefused, prove
 from colrow.proof.integers import Integers
+from colrow.proof.noise import add_noise
 from colrow.proof.shrink import Small
+from colrow.proof.verify import verify
 
 from .families import SEEING
 from .faults import plant
@@ -74,3 +86,28 @@ def test_special_tokens_stay_apart_in_a_small_vocabulary() -> None:
     integers = Integers(SEEING["gemma3"]())
     small = integers.config(integers.with_values(integers.state, {("text_config", "vocab_size"): 20}))
     assert (small.image_token_index, small.eoi_token_index, small.boi_token_index) == (19, 18, 17)
+
+
+def test_verify_with_weights_from_files_and_text_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a model directory goes through: names of checkpoints, both towers, every gradient; without pictures it writes text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = SEEING["gemma3"]()
+    model = build(config, dtype=torch.float32).eval()
+    add_noise(model)
+    model.save_pretrained(tmp_path / "model")
+    files = find(str(tmp_path / "model"))
+    report = verify(files, 2, backend="threads")
+    assert report.equal, report.text()
+    with pytest.raises(UserError, match="token ids alone"):
+        verify(files, 2, backend="threads", stream=True)
+    expected = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)[0, 3:].tolist()  # type: ignore[operator]
+    plan = derive(config, 2)
+    copies = [build(config, dtype=torch.float32).eval() for _ in range(2)]
+    for one in copies:
+        add_noise(one)
+
+    def rank(group: Group) -> list[int | None]:
+        part = parallelize(copies[group.rank], plan, group)
+        return [step.tokens[0] for step in generate(part, group, [[3, 4, 5]], Sampling(0.0), Limits(4))]
+
+    assert run_threads(rank, 2) == [expected, expected]

@@ -30,6 +30,7 @@ from ..errors import UserError
 from ..parallel import build, load, room
 from ..parallel.save import quiet
 from ..parallel.sequence import Mode
+from ..planning import inputs
 from ..planning.derive import check_made_for, derive
 from ..planning.models import require_text
 from ..planning.plan import Plan
@@ -134,6 +135,8 @@ def _streamed(title: str, task: Task, train: bool, backend: str) -> Report:
     require_text(task.config, "verify --stream")
     with torch.device("meta"):
         empty = whole.build(task.config, task.dtype)
+    if next(inputs.examples(empty, 1, 2)).keys() != {inputs.TOKENS}:
+        raise UserError("verify --stream compares models of token ids alone", type(empty).__name__, "colrow verify MODEL, or --small")
     asked = questions(empty, steps=0, train=train)
     results: list[Result] = _on_ranks(_rank_streamed, task, backend, asked)
     comparison = judge([r.evidence for r in results])

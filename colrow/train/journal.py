@@ -1,4 +1,5 @@
-"""What a run leaves for people: log.jsonl, one line an event, and the loss by step as a page and as a picture, loss.html and loss.svg."""
+"""What a run leaves for people: log.jsonl, one line an event, and the loss by step as a page and as a picture, loss.html and loss.svg,
+and in a file for TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import curve
+from .events import EventFile
 from .trainer import Evaluation, Event, Resumed, SavedAt, Step
 
 
@@ -18,12 +20,15 @@ class Journal:
         out.mkdir(parents=True, exist_ok=True)
         self.title, self.log, self.picture = title, out / "log.jsonl", out / "loss.html"
         self.lines: list[dict[str, Any]] = []
+        self.events = EventFile(out)
 
     def add(self, event: Event) -> None:
         if isinstance(event, Resumed):
             old = self.log.read_text(encoding="utf-8").splitlines() if self.log.is_file() else []
             self.lines = [line for line in map(_parsed, old) if line and line["step"] <= event.step]
             self.log.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+            for line in self.lines:
+                self._curves(line)
             return
         line = {"event": type(event).__name__.lower()} | {k: str(v) if isinstance(v, Path) else v for k, v in asdict(event).items()}
         if not self.lines:
@@ -31,8 +36,16 @@ class Journal:
         self.lines.append(line)
         with self.log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+        self._curves(line)
         if isinstance(event, Evaluation | SavedAt):
             self.draw()
+
+    def _curves(self, line: dict[str, Any]) -> None:
+        if line["event"] == "step":
+            speed = line["tokens"] / max(line["seconds"], 1e-9)
+            self.events.add(line["step"], {"loss": line["loss"], "norm": line["norm"], "rate": line["rate"], "tokens per second": speed})
+        elif line["event"] == "evaluation":
+            self.events.add(line["step"], {"evaluation": line["loss"]})
 
     def draw(self) -> None:
         lines = [f"{self.title}: {len(self.points(Step))} steps"]

@@ -18,7 +18,7 @@ from .comm import launch
 from .comm.collectives import barrier
 from .comm.decide import on_rank_0
 from .comm.group import Group, single
-from .engine.settings import check_dtype
+from .engine.settings import INT8, check_dtype
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -115,20 +115,25 @@ def open_engine(model: str | ModelFiles, group: Group, purpose: str = "the engin
     are read, where the model does not generate text from text; `purpose` is said in it. `translators`: an encoder-decoder will do."""
     from .engine.account import Stages
     from .engine.engine import Engine
+    from .parallel.int8 import quantize_layers
     from .planning.models import require_text
 
     stages = options.setdefault("stages", Stages())
     files = on_rank_0(lambda: _find(model, options.pop("trust_remote_code", False)), group, "engine.find")
     on_rank_0(lambda: require_text(files.config(), purpose, translators), group, "engine.kind")
+    int8 = check_dtype(options.get("dtype", "auto"), int8=True) == INT8
     with stages("tokenizer"):  # before the weights: a mistake should not take minutes to be seen
         made: list[Any] = []  # stays on rank 0: only its errors go to the others
         on_rank_0(lambda: made.append(files.tokenizer()), group, "engine.tokenizer")
-    part = load(files, group, **options)
+    part = load(files, group, **options | ({"dtype": "auto"} if int8 else {}))
+    if int8:
+        with stages("int8"):
+            stages.results["int8"] = str(quantize_layers(part))
     part.generation_config = _generation_config(files) or part.generation_config
     engine = Engine(part, group, made[0] if made else None)
     with stages("program"):
         engine.decoder.prepare()
-    stages.results["decoding"] = engine.decoder.steps
+    stages.results["decoding"] = "; ".join([engine.decoder.steps, *([stages.results["int8"]] if int8 else [])])
     return engine
 
 

@@ -19,6 +19,7 @@ from colrow.engine.slots import ROOM, Slot
 from colrow.engine.stopping import Limits
 from colrow.kernels.library import Op
 from colrow.parallel.build import parallelize
+from colrow.parallel.int8 import dequantized, quantize, quantize_layers
 from colrow.planning.derive import derive
 from tests import families, tiny
 
@@ -188,3 +189,28 @@ def test_a_wrong_program_is_found_and_not_used(broken: Op, monkeypatch: pytest.M
     monkeypatch.setattr(compiled, "compile", without)
     results = split(whole("llama"), 2, lambda part, group: (prepared(part, group).program, prepared(part, group).why))
     assert all(program is None and "differs by" in why for program, why in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["llama-bias", "llama-tied", "gpt2"])
+def test_int8_weights_by_program_and_by_modules(family: str, dtype: torch.dtype) -> None:
+    """Both multiply by the same numbers. Groups end in the middle of a slice, and the embedding that a head shares stays as it is."""
+
+    def rank(part: Any, group: Group) -> tuple[bool, bool, float]:
+        error = quantize_layers(part).error
+        decoder = prepared(part, group)
+        return decoder.program is not None, decoder.difference < (1e-5 if dtype is torch.float32 else 0.05), error
+
+    changes = {} if family == "gpt2" else {"hidden_size": 144, "intermediate_size": 205}
+    for program, close, error in split(whole(family, dtype, **changes), 2, rank):
+        assert program
+        assert close
+        assert 0.001 < error < 0.01
+
+
+def test_int8_of_what_is_exact_in_it_is_exact() -> None:
+    numbers = torch.randint(-127, 128, (5, 130), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
+    numbers[:, ::64], scales = 127, torch.tensor([[0.5, 2.0, 0.25]]).expand(5, 3)
+    found, found_scales = quantize(dequantized(numbers, scales, torch.float32))
+    assert torch.equal(found, numbers)
+    assert torch.equal(found_scales, scales)

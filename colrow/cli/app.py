@@ -180,7 +180,7 @@ def run(
         started,
         shares,
         given,
-        check_dtype(dtype),
+        check_dtype(dtype, int8=True),
         gate,
         trace is not None,
         check_adapter(adapter),
@@ -217,7 +217,13 @@ def chat(
     ranks = degree(tp, shares, given)
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens))
     opening = Opening(
-        find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, adapter=check_adapter(adapter)
+        find_with_weights(model, trust_remote_code),
+        started,
+        shares,
+        given,
+        check_dtype(dtype, int8=True),
+        gate,
+        adapter=check_adapter(adapter),
     )
     show.chat(ranks, backend, opening, system, wish)
 
@@ -344,7 +350,13 @@ def serve(
         int(read_bytes(cache, "--cache")) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast
     )
     opening = Opening(
-        find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, adapter=check_adapter(adapter)
+        find_with_weights(model, trust_remote_code),
+        started,
+        shares,
+        given,
+        check_dtype(dtype, int8=True),
+        gate,
+        adapter=check_adapter(adapter),
     )
     raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart))
 

@@ -88,7 +88,7 @@ def account_of(engine: Engine, opening: Opening, sampling: Sampling, stages: Sta
         memory=tuple(account.memory(engine.model, group)),
         stages=tuple(stages.seconds.items()),
         gate=str(stages.results.get("gate", "not run")),
-        decoding=engine.decoder.steps,
+        decoding=stages.results["decoding"],
         warnings=tuple(stages.results.get("warnings", ())),
         first_token=clock.first - opening.started,
         prefill=clock.first - clock.begun,

@@ -18,5 +18,5 @@ def serve(group: Group, opening: Opening, limits: Limits, where: Where) -> Itera
     stages = Stages()
     engine = yield from open_engine(group, opening, stages, "serve")
     yield str(stages.results.get("gate", "gate: not run"))
-    yield engine.decoder.steps
+    yield str(stages.results["decoding"])
     yield from work(group, engine, limits, where)

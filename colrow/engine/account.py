@@ -79,7 +79,8 @@ class RankMemory:
 
 def memory(model: Any, group: Group) -> list[RankMemory]:
     """Of every rank, on every rank: a collective."""
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    int8 = (b for name, b in model.named_buffers() if name.endswith((".int8", ".scales")))
+    parameters = sum(p.numel() * p.element_size() for p in (*model.parameters(), *int8))
     mine = RankMemory(group.rank, psutil.Process(os.getpid()).memory_info().rss, parameters)
     return gather_objects(mine, group, "engine.account")
 

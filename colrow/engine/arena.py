@@ -16,6 +16,7 @@ from .compiled import Compiled
 from .recorded import NotRecorded
 from .steps import Constant, Source, Step, memory
 
+_DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.int8: Dtype.INT8}
 LINE = 16  # floats; every place begins at a multiple of it
 
 
@@ -90,10 +91,11 @@ class Arena:
         at.a = self._flat(step.sources[0])  # type: ignore[arg-type]
         blocks = (c.Block * len(step.outs))()
         for block, out, weight in zip(blocks, step.outs, step.weights, strict=True):
-            block.weight, block.rows, block.out = weight.data_ptr(), weight.shape[0], self.at(out)
+            block.weight, block.rows, block.out = weight.values.data_ptr(), weight.values.shape[0], self.at(out)
+            block.scale = None if weight.scales is None else weight.scales.data_ptr()
             keep.append(weight)
-        dtype = Dtype.BF16 if step.weights[0].dtype is torch.bfloat16 else Dtype.F32
-        _attach(at, c.Weights(dtype, step.weights[0].shape[1], len(blocks), blocks), keep)
+        first = step.weights[0].values
+        _attach(at, c.Weights(_DTYPES[first.dtype], first.shape[1], len(blocks), blocks), keep)
 
     def _attend(self, step: Step, at: Any, dtype: torch.dtype, keep: list[Any]) -> None:
         entry = step.entry

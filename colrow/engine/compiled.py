@@ -20,7 +20,7 @@ import torch
 from ..kernels.library import Op
 from .lower import lower
 from .recorded import Added, Attended, NotRecorded, Ran, Tape
-from .steps import Step, Steps, memory
+from .steps import Matrix, Step, Steps, memory
 
 _PRODUCTS = {"mm", "addmm", "linear"}
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like", "new_empty"}
@@ -49,6 +49,10 @@ def compile(tape: Tape) -> Compiled:
         elif isinstance(entry, Attended):
             sources = tuple(made.contiguous(made.shadow(x)) for x in (entry.q, entry.k, entry.v))
             made.steps.append(Step(Op.ATTEND, [made.new(entry.out)], sources, entry=entry))
+        elif entry.name == "dequantized":
+            made.int8[id(entry.outputs[0])] = Matrix(*entry.args[:2])
+        elif entry.name == "t" and id(entry.args[0]) in made.int8:
+            made.int8[id(entry.outputs[0])] = made.int8[id(entry.args[0])]
         elif _is_live(made, entry):
             _live(made, entry)
         elif _is_light(made, entry):
@@ -116,17 +120,18 @@ def _product(made: Steps, op: Ran) -> None:
     if made.is_live(weight) or id(weight) in made.depends or op.kwargs:
         raise NotRecorded(f"it has a product of two results ({op.name})")
     x, out = made.contiguous(made.shadow(given)), made.new(op.outputs[0])
-    _multiply(made.steps, out, x, weight if op.name == "linear" else _by_rows(weight))
+    matrix = made.int8.get(id(weight)) or Matrix(weight if op.name == "linear" else _by_rows(weight))
+    _multiply(made.steps, out, x, matrix)
     if bias is not None:
         made.emit(Op.ADD, out, out, made.source(bias))
 
 
-def _multiply(steps: list[Step], out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+def _multiply(steps: list[Step], out: torch.Tensor, x: torch.Tensor, weight: Matrix) -> None:
     """Joins an earlier product of the same input, unless something has written to that since."""
-    if not weight.is_contiguous():
+    if not weight.values.is_contiguous():
         raise NotRecorded("it multiplies by a view of a weight")
     for step in reversed(steps):
-        if step.op is Op.PRODUCT and _same(step.sources[0], x) and step.weights[0].dtype is weight.dtype:
+        if step.op is Op.PRODUCT and _same(step.sources[0], x) and step.weights[0].values.dtype is weight.values.dtype:
             step.outs.append(out)
             step.weights.append(weight)
             return

@@ -29,14 +29,22 @@ Source = torch.Tensor | Constant | float
 
 
 @dataclass(frozen=True)
+class Matrix:
+    """A weight [rows, width], each row in one piece; int8 with its scales [rows, groups]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Step:
-    """One instruction. `weights` (of a product): the matrices [rows, width], one for each of `outs`; `entry`: what was recorded, for
+    """One instruction. `weights` (of a product): one for each of `outs`; `entry`: what was recorded, for
     attention and sums."""
 
     op: Op
     outs: list[torch.Tensor]
     sources: tuple[Source, ...] = ()
-    weights: list[torch.Tensor] = field(default_factory=list)
+    weights: list[Matrix] = field(default_factory=list)
     entry: Any = None
 
 
@@ -47,6 +55,7 @@ class Steps:
         self.steps: list[Step] = []
         self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.depends = light
+        self.int8: dict[int, Matrix] = {}  # weights that the modules made of int8 numbers, by recorded tensor
         self._shadows: dict[int, torch.Tensor] = {}
         self._constants: dict[int, Constant] = {}
 

@@ -1,0 +1,85 @@
+"""Int8: the weights of linear layers as whole numbers of 8 bits, with one scale for each 64 neighbours in a row. For inference alone.
+
+Decoding reads a bit more than half the bytes of bfloat16. Programs multiply by the numbers as they are (kernels/product.h); the modules,
+which read prompts, see a `weight` that is made anew each time it is asked for. Activations, norms, biases, embeddings and the cache keep
+their dtype. A rank quantizes its own slice: groups begin at its first input feature, so different numbers of ranks round differently. The
+model is loaded in its own dtype first, so that is what a rank must have room for.
+
+Not here: calibration with data, int8 arithmetic on activations, reading files that are quantized already.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+GROUP = 64  # as in kernels/vector.h
+STEPS = 127  # of a scale, in each direction
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Bytes that the layers' weights take now, and the error of weights: root mean square, in parts of that of the weights."""
+
+    layers: int
+    nbytes: int
+    error: float
+
+    def __str__(self) -> str:
+        return f"int8: {self.layers} layers on this rank, their weights off by {self.error:.2%} (root mean square)"
+
+
+def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, n] -> int8 [rows, n] and float32 scales [rows, groups]. The largest of a group is exact but for the scale's own rounding."""
+    rows, n = values.shape
+    groups = -(-n // GROUP)
+    padded = torch.zeros(rows, groups * GROUP)
+    padded[:, :n] = values
+    grouped = padded.view(rows, groups, GROUP)
+    scales = grouped.abs().amax(2) / STEPS
+    numbers = (grouped / torch.where(scales == 0, 1.0, scales)[..., None]).round().to(torch.int8)
+    return numbers.view(rows, -1)[:, :n].contiguous(), scales
+
+
+@torch.library.custom_op("colrow::dequantized", mutates_args=())
+def dequantized(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight as the modules see it. An op of its own, so that whoever records a model finds the numbers behind the weight."""
+    return (numbers * scales.repeat_interleave(GROUP, 1)[:, : numbers.shape[1]]).to(dtype)
+
+
+@torch.inference_mode(False)
+def quantize_layers(model: nn.Module) -> Quantized:
+    """Every nn.Linear and Conv1D of the model, in place, layer by layer. Their parameters are gone afterwards."""
+    layers, nbytes, error, total = 0, 0, 0.0, 0.0
+    for module in model.modules():
+        if not isinstance(module, nn.Linear | Conv1D) or "weight" not in module._parameters or module.weight.numel() == 0:
+            continue
+        weight = module.weight.detach()
+        numbers, scales = quantize(weight.t() if isinstance(module, Conv1D) else weight)
+        module._weight_dtype = weight.dtype  # type: ignore[assignment]
+        module.register_buffer("int8", numbers, persistent=False)
+        module.register_buffer("scales", scales, persistent=False)
+        del module._parameters["weight"]
+        kind: Any = type(module)
+        module.__class__ = _int8_class(kind)
+        made = module.weight.float()
+        error += float((made - weight.float()).square().sum())
+        total += float(weight.float().square().sum())
+        layers, nbytes = layers + 1, nbytes + numbers.nbytes + scales.nbytes
+    return Quantized(layers, nbytes, (error / total) ** 0.5 if total else 0.0)
+
+
+@functools.cache
+def _int8_class(cls: Any) -> Any:
+    """The layer's class with a `weight` that is computed."""
+
+    def weight(self: Any) -> torch.Tensor:
+        made = dequantized(self.int8, self.scales, self._weight_dtype)
+        return made.t() if isinstance(self, Conv1D) else made
+
+    return type(f"Int8{cls.__name__}", (cls,), {"weight": property(weight)})

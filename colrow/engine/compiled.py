@@ -76,7 +76,9 @@ def _is_light(made: Steps, op: Ran) -> bool:
     if op.name in ("_local_scalar_dense", "equal", "nonzero"):
         if "position" in depends:
             raise NotRecorded("its code looks at the position")
-        return False  # a check of the token
+        return False  # a check of the token, or of the range that it lies in
+    if op.name == "aminmax":  # who asks for both ends wants to know whether a table has these rows: not what comes of it
+        depends = frozenset({"range"})
     if torch.Tag.nondeterministic_seeded in op.func.tags:
         raise NotRecorded(f"it draws random numbers ({op.name})")
     if op.func._schema.is_mutable and id(op.args[0]) not in made.depends:

@@ -185,3 +185,11 @@ def on_process(group: Group) -> float:
 @pytest.mark.process
 def test_in_processes() -> None:
     assert max(spawn(on_process, 2)) <= TOLERANCE
+
+
+def test_a_group_of_any_width_is_dealt_by_heads() -> None:
+    """O-20, at the sizes of a real model: the width that a norm divides by becomes the rank's own, whatever else would fit."""
+    config = Mamba2Config(hidden_size=1024, num_heads=32, n_groups=1, num_hidden_layers=1)
+    edits = {e.attribute: e.values for e in derive(config, 3).edits}
+    assert edits["num_heads"] == (11, 11, 10)
+    assert edits["group_size"] == (704, 704, 640)

@@ -181,7 +181,7 @@ class _Chooser:
     def _unit(self, leaf: Node) -> int:
         """Grouped products over experts want rows of whole 16 bytes."""
         shapes = (self.graph.trace.values[self.graph.trace.parameters[n]].shape for n in self.graph.parameters_with[leaf])
-        return EXPERT_UNIT if any(len(s) > 2 and s[-1] > 1 for s in shapes) else 1
+        return EXPERT_UNIT if any(len(s) > 2 and min(s[1:]) > 1 for s in shapes) else 1
 
     def _trouble(self, cut: Cut, flow: Flow) -> str:
         """Why a cut cannot be made, or ""."""

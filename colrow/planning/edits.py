@@ -97,14 +97,15 @@ class Uses:
         return None
 
     def _value(self, attribute: Attribute, use: IntUse, cuts: Cuts, found: dict[Attribute, tuple[int, ...]], rank: int) -> int:
-        """What the attribute must be on the rank: in proportion, else less by what is missing, else (small ones) found by trying. Where an
-        expression leaves a choice (group sizes are divided by), the uses that depend on nothing else decide."""
+        """What the attribute must be on the rank: the size it is used as, else in proportion, else less by what is missing, else (small
+        ones) found by trying. Where an expression leaves a choice (it is divided by), the uses that depend on nothing else decide."""
         whole = self.graph.trace.attributes[attribute]
         given, needed = self._given(use, cuts, found, rank), self._needed(use, cuts, rank)
         guesses = [whole * needed // given if given else 0, whole - (given or 0) + needed]
         nearest = sorted(range(1, whole), key=lambda n: abs(n - whole // cuts.ranks)) if whole <= TRIED else []
         every = (use, *self._alone(attribute))
-        for guess in (*guesses, *nearest):
+        itself = (self._needed(u, cuts, rank) for u in every if u.expr == ("attribute", *attribute))
+        for guess in (*itself, *guesses, *nearest):
             trial = found | {attribute: (guess,) * cuts.ranks}
             if guess >= 0 and all(self._given(u, cuts, trial, rank) == self._needed(u, cuts, rank) for u in every):
                 return guess

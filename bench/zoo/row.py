@@ -41,7 +41,6 @@ Row = dict[str, Any]
 def measure(architecture: str, degrees: tuple[int, ...], tell: Any) -> None:
     """`tell(part)`: what is known so far, as dicts that add up to the row, so that a crash later loses nothing."""
     config = sizes.config(architecture)
-    tell({"shape": _heads(config)})
     plans = plans_of(config, degrees)
     for ranks, plan in plans.items():
         tell({f"tp{ranks}": degree(config, plan)})
@@ -139,13 +138,3 @@ def _first_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def _layers(config: PreTrainedConfig) -> int:
     return int(getattr(config, "num_hidden_layers", 0) or 0)
-
-
-def _heads(config: PreTrainedConfig) -> str:
-    """The sizes that matter, for the reader."""
-    try:
-        text = config.get_text_config()
-    except ValueError:  # several
-        return ""
-    names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
-    return ", ".join(f"{n} {getattr(text, n)}" for n in names if isinstance(getattr(text, n, None), int))

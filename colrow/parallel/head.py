@@ -88,7 +88,7 @@ def parallel_loss(original: Loss, group: Group, partition: Partition, state: Sta
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        if vocab_size != partition.size:
+        if vocab_size not in (partition.size, partition.local_size(group.rank)):  # some models ask their head, which says its own
             raise UserError("the loss is asked for another vocabulary than the head's", vocab_size, f"{partition.size} columns")
         targets = shift_labels if shift and shift_labels is not None else labels
         if targets is None:

@@ -30,6 +30,8 @@ from .trace import BATCH, LENGTH, SOURCE_LENGTH, AttentionCall, Call, IntUse, Op
 THROUGH_INTERFACE, EAGER = "colrow_trace", "eager"
 SMALL = 1 << 16  # elements of a constant whose content is kept
 GIVEN = 1 << 22  # the same for what is made of inputs that are known: whether a picture is all zeros
+FOUND = 3
+"""Places that `nonzero` finds where nobody knows: any number above 1 that no size has, for the axis is one that is never cut."""
 _active = threading.local()
 
 
@@ -81,6 +83,8 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
         except RuntimeError as e:  # NotImplementedError is one
             result = self._by_numbers(func, ref_args, ref_kwargs)
+            if result is None and func._schema.name == "aten::nonzero":  # which tokens go to an expert: some do
+                result = torch.empty(FOUND, args[0].dim(), dtype=torch.long, device="meta")
             if result is None and isinstance(e, NotImplementedError):
                 raise TraceError(f"{self.where()}: {func} has no shape without numbers") from e
             if result is None:

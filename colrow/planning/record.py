@@ -31,7 +31,7 @@ THROUGH_INTERFACE, EAGER = "colrow_trace", "eager"
 SMALL = 1 << 16  # elements of a constant whose content is kept
 GIVEN = 1 << 22  # the same for what is made of inputs that are known: whether a picture is all zeros
 FOUND = 3
-"""Places that `nonzero` finds where nobody knows: any number above 1 that no size has, for the axis is one that is never cut."""
+"""Places that `nonzero` finds of a table of flags (which tokens go to an expert): any number above 1, for this axis is never cut."""
 _active = threading.local()
 
 
@@ -83,8 +83,8 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
         except RuntimeError as e:  # NotImplementedError is one
             result = self._by_numbers(func, ref_args, ref_kwargs)
-            if result is None and func._schema.name == "aten::nonzero":  # which tokens go to an expert: some do
-                result = torch.empty(FOUND, args[0].dim(), dtype=torch.long, device="meta")
+            if result is None and func._schema.name == "aten::nonzero":
+                result, content = _found(args[0])
             if result is None and isinstance(e, NotImplementedError):
                 raise TraceError(f"{self.where()}: {func} has no shape without numbers") from e
             if result is None:
@@ -187,6 +187,13 @@ class Recorder(TorchDispatchMode):
     def leave(self, outputs: dict[str, int]) -> None:
         call = self.calls[self.open.pop()]
         call.outputs, call.last = outputs, len(self.ops)
+
+
+def _found(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `nonzero` finds where nobody knows: of a row of flags (which experts have a token) all, else FOUND places."""
+    if x.dim() == 1:
+        return torch.empty(len(x), 1, dtype=torch.long, device="meta"), torch.arange(len(x)).unsqueeze(1)
+    return torch.empty(FOUND, x.dim(), dtype=torch.long, device="meta"), None
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

@@ -71,7 +71,8 @@ KINDS: dict[str, Kind] = {
 SAME_SHAPE = (
     *("_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "copy_", "fill_", "zero_", "native_dropout", "dropout", "bernoulli"),
     *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "new_zeros_like", "log_sigmoid_forward", "_conj"),
-    *("polar", "normal_", "uniform_", "bernoulli_", "nan_to_num", "isin", "contiguous", "polygamma", "conj", "resolve_conj", "masked_fill", "masked_fill_"),
+    *("polar", "normal_", "uniform_", "bernoulli_", "nan_to_num", "isin", "contiguous", "polygamma", "conj", "resolve_conj"),
+    *("masked_fill", "masked_fill_"),
 )
 """Coordinate by coordinate like the ops that torch tags as pointwise, but not tagged."""
 

@@ -31,7 +31,7 @@ def main() -> None:
     groups = architectures()
     run(given.names or groups, degrees, cache, keeps[given.only], lambda text: print(text, flush=True))
     if given.page:
-        rows = {name: row for name in groups if (row := cache.read(name)) is not None}
+        rows = {name: cache.read(name) or {"stopped": "not measured yet"} for name in groups}
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         given.page.write_text(page(rows, groups, versions, tp_plan.section(rows)))
 

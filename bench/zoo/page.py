@@ -10,6 +10,7 @@ from typing import Any
 Row = dict[str, Any]
 
 HEADER = "| architecture | cut | attention | real sizes | a layer | tp 2 | tp 3 | tp 8 |"
+DEGREES = 3
 GROUPS = ("decoder", "encoder-decoder", "encoder", "vision")
 EXPLAINED = 0.99  # of the parameters at real sizes: where less is cut, the page says what stays whole
 MOST_NOTES = 4
@@ -80,8 +81,9 @@ def line(name: str, row: Row) -> str:
         _over(parts, "coverage"),
         _over(parts, "attention"),
         _share(_real(row)),
-        f"{first['forward']:.2g} + {first['backward']:.2g} + {first['parameters']:.2g}",
+        " + ".join(f"{first[key]:.2g}" for key in ("forward", "backward", "parameters")) if "parameters" in first else "-",
         *(_errors(part) for part in parts),
+        *["not measured"] * (DEGREES - len(parts)),
     ]
     return "| " + " | ".join(cells) + " |"
 

@@ -63,7 +63,7 @@ class OverRanks:
             return None
         rank = self.group.rank
         mine = sorted((self.partition.local_offset(rank, s.start) or 0, s) for s in self.partition.segments() if rank in s.ranks)
-        return torch.cat([torch.full((s.stop - s.start,), 1 / len(s.ranks)) for _, s in mine] or [torch.zeros(0)])
+        return torch.cat([torch.full((s.stop - s.start,), 1 / len(s.ranks), dtype=torch.float64) for _, s in mine] or [torch.zeros(0)])
 
 
 def install(model: nn.Module, plan: Plan, group: Group) -> None:

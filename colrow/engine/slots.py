@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-ROOM = 256  # positions that are added at least when a slot is full
+ROOM = 64  # positions that are added at least when a slot is full; few, since the scheduler counts positions, not room for more
 
 
 class Slot:
@@ -37,7 +37,7 @@ class Slot:
         """Makes room for one more position, by moving to larger memory where there is none."""
         if self.length < self.capacity:
             return
-        self.capacity += max(ROOM, self.capacity // 2)
+        self.capacity += max(ROOM, self.capacity // 8)
         self._keys, self._values = ([self._taken(x[:, :, : self.length]) for x in side] for side in (self._keys, self._values))
         self._point()
 

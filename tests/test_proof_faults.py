@@ -140,8 +140,8 @@ def planted(monkeypatch, fault: Callable[[nn.Module, Group], Any]) -> None:
     """The applier does `fault` to every model that it has split."""
     right = build.split
 
-    def wrong(model: nn.Module, plan: Plan, group: Group) -> nn.Module:
-        model = right(model, plan, group)
+    def wrong(model: nn.Module, plan: Plan, group: Group, *more: Any) -> nn.Module:
+        model = right(model, plan, group, *more)
         fault(model, group)
         return model
 

@@ -28,6 +28,8 @@ typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef int8_t Bytes __attribute__((vector_size(16)));
+typedef int16_t Shorts __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(64)));
 
 enum { F32, BF16, INT8 }; /* how weights and caches are stored */
 enum { GROUP = 64 };      /* int8 weights that share a scale */
@@ -47,7 +49,7 @@ INLINE Floats load_bf16(const uint16_t *at) {
 INLINE Floats load_int8(const int8_t *at) {
     Bytes b;
     memcpy(&b, at, sizeof b);
-    return __builtin_convertvector(b, Floats);
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(b, Shorts), Ints), Floats); /* each step an instruction */
 }
 
 INLINE void store_f32(float *at, Floats v) { memcpy(at, &v, sizeof v); }

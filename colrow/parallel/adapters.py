@@ -25,10 +25,10 @@ from transformers.pytorch_utils import Conv1D
 from ..comm import collectives
 from ..errors import UserError
 from ..partition import Partition
+from ..planning.models import BUILDING
 from ..planning.plan import Plan, TensorPlan
 from . import gradients
 from .adapter_files import check, peft, write
-from .load import BUILDING
 from .sites import Site, Sites
 from .state import state_of
 

@@ -34,7 +34,6 @@ from . import (
     guards,
     head,
     linear,
-    load,
     norm,
     once,
     random,
@@ -52,7 +51,7 @@ from .state import State
 def empty(config: PreTrainedConfig, dtype: torch.dtype, attention: str | None = None) -> PreTrainedModel:
     """The whole model without memory: every parameter and buffer is on the meta device. `attention`: instead of the config's."""
     options: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
-    with load.BUILDING, torch.device("meta"):
+    with torch.device("meta"):
         return models.build(config, dtype=dtype, **options)
 
 

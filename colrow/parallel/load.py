@@ -9,7 +9,6 @@ loading. Not here: which tensor belongs to which parameter (checkpoint/names.py)
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,9 +20,8 @@ from transformers import PreTrainedModel
 from ..checkpoint import names
 from ..checkpoint.source import Source
 from ..errors import UserError
+from ..planning.models import BUILDING
 from ..planning.plan import Plan, TensorPlan
-
-BUILDING = threading.Lock()  # transformers sets torch's default dtype while it builds a model, for all threads
 
 Progress = Callable[[str, int, int], None]  # (parameter, elements done, elements in all)
 

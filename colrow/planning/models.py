@@ -8,6 +8,7 @@ with a language model's head where there is one. Not here: weights, inputs (inpu
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import transformers
@@ -29,6 +30,9 @@ GENERATORS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, Auto
 TRANSLATORS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
 ENCODERS: tuple[Any, ...] = (AutoModelForMaskedLM, AutoModelForImageClassification)
 SEERS: tuple[Any, ...] = (AutoModelForImageTextToText, *GENERATORS, AutoModelForMaskedLM)
+
+
+BUILDING = threading.RLock()  # transformers sets torch's default dtype while it builds a model, for all threads
 
 
 def model_class(config: PreTrainedConfig) -> Any:
@@ -87,4 +91,5 @@ def build(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     """A model with fresh weights on the current default device. `options` as transformers' `from_config` takes them."""
     cls = model_class(config)
     make = cls._from_config if issubclass(cls, PreTrainedModel) else cls.from_config
-    return make(copy.deepcopy(config), **options)
+    with BUILDING:
+        return make(copy.deepcopy(config), **options)

@@ -55,7 +55,7 @@ def load(files: ModelFiles, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
     """
     if files.kind != "gguf":
         options = {"attn_implementation": "eager", "dtype": dtype, "trust_remote_code": files.trust_remote_code, "local_files_only": True}
-        with quiet():
+        with models.BUILDING, quiet():
             model = models.model_class(config).from_pretrained(files.path, config=copy.deepcopy(config), **options).eval()
         with torch.device("meta"):  # what its code freezes (tables of sines) comes back from files as if it were trained
             fresh = models.build(config)

@@ -134,7 +134,7 @@ def split(axes: Axes, op: Op, args: Arguments) -> Result:
     return Effect("linear"), outs
 
 
-@rule("new_empty", "new_zeros", "new_ones", "new_full")
+@rule("new_empty", "new_zeros", "new_ones", "new_full", "zeros", "ones", "full", "empty")
 def create(axes: Axes, op: Op, args: Arguments) -> Result:
     """A new tensor of any size: of its input it takes no more than dtype and device."""
     return Effect("constant"), [axes.fresh(_out_shape(axes, op))]

@@ -239,7 +239,9 @@ class _Walk:
 
     def _source(self, value: int) -> str:
         while (made := self.graph.producer[value]) is not None and made not in self.flow.sources:
-            value = next(v for v in self.graph.inputs[made] if self.flow.is_partial(v))
+            value = next((v for v in self.graph.inputs[made] if self.flow.is_partial(v)), -1)
+            if value < 0:  # made whole meanwhile
+                break
         return self.graph.trace.where(self.graph.op(made)) if made is not None else "the model"
 
 

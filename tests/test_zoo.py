@@ -92,7 +92,7 @@ def test_the_page_has_every_architecture_and_only_equal_rows() -> None:
     text = PAGE.read_text()
     lines = [line for line in text.splitlines() if re.match(r"\| \[?\w[\w-]*(\]\(#[\w-]+\))? \| [\d.]", line)]
     names = [re.sub(r"[\[\]]|\(.*?\)", "", line.split(" | ")[0].removeprefix("| ")) for line in lines]
-    failed = re.findall(r"^\* \*\*([\w-]+)\*\*: ", text, re.MULTILINE)
+    failed = re.findall(r"^\* \*\*([\w-]+)\*\*: ", text.partition("## Not proven")[2], re.MULTILINE)
     assert sorted([*names, *failed]) == sorted(architectures())
     assert f"**{len(names) + len(failed)} architectures: {len(names)} equal" in text
     errors = [float(x) for line in lines for cell in line.split(" | ")[5:] for x in re.findall(r"(?:^| )(\d[\de.-]*)", cell)]

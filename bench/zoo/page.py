@@ -60,9 +60,9 @@ def summary(rows: dict[str, Row], versions: dict[str, str]) -> str:
         "cut, tiny models": [_first(r)["coverage"] for r in planned],
         "attention, tiny models": [_first(r)["attention"] for r in planned],
     }
-    proven = f"**{len(rows)} architectures: {len(equal)} equal to the whole model at every degree**"
+    proven = f"**{len(rows)} architectures: {len(equal)} equal to the whole model at every degree measured**"
     lines = [
-        f"{proven}, {len(rows) - len(equal)} not proven, each with its reason below. No result differed from the whole model's.",
+        f"{proven}, {len(rows) - len(equal)} not proven, each with its reason below: the gate refuses them.",
         "",
         "| share | architectures | median | lowest tenth |",
         "|---|---|---|---|",
@@ -70,6 +70,11 @@ def summary(rows: dict[str, Row], versions: dict[str, str]) -> str:
     for name, found in shares.items():
         if known := [x for x in found if x is not None]:
             lines.append(f"| {name} | {len(known)} | {_share(median(known))} | {_share(_tenth(known))} |")
+    fewer = sum(len(_degrees(r)) < DEGREES for r in equal)
+    states = len({r.get("digest") for r in planned})
+    if fewer or states > 1:
+        lines += ["", f"Not all of one state: rows come from {states} states of colrow's sources, {fewer} of them from fewer degrees."]
+        lines[-1] += " `make zoo` measures again what is stale."
     return "\n".join([*lines, "", "With " + ", ".join(f"{name} {version}" for name, version in versions.items()) + "."])
 
 
@@ -93,7 +98,7 @@ def failures(rows: dict[str, Row]) -> str:
     if not found:
         return ""
     return (
-        "## Not proven\n\nWhat a user of such a model gets is a refusal with this sentence, or everything whole; never a wrong answer.\n\n"
+        "## Not proven\n\nWhat a user of such a model gets is a refusal with this sentence before a weight is read, not a wrong answer.\n\n"
         + "\n".join(f"* **{name}**: {text}" for name, text in found)
     )
 

@@ -14,6 +14,7 @@ DEGREES = 3
 GROUPS = ("decoder", "encoder-decoder", "encoder", "vision")
 EXPLAINED = 0.99  # of the parameters at real sizes: where less is cut, the page says what stays whole
 MOST_NOTES = 4
+LONGEST = 260  # of a message, in characters
 
 INTRODUCTION = """\
 # Every architecture of transformers, split and compared
@@ -62,7 +63,7 @@ def summary(rows: dict[str, Row], versions: dict[str, str]) -> str:
     }
     proven = f"**{len(rows)} architectures: {len(equal)} equal to the whole model at every degree measured**"
     lines = [
-        f"{proven}, {len(rows) - len(equal)} not proven, each with its reason below: the gate refuses them.",
+        f"{proven}, {len(rows) - len(equal)} not proven, each with its reason below.",
         "",
         "| share | architectures | median | lowest tenth |",
         "|---|---|---|---|",
@@ -94,11 +95,11 @@ def line(name: str, row: Row) -> str:
 
 
 def failures(rows: dict[str, Row]) -> str:
-    found = [(name, text) for name, row in rows.items() if (text := _failure(row))]
+    found = [(name, text) for name, row in rows.items() if (text := _one_line(_failure(row)))]
     if not found:
         return ""
     return (
-        "## Not proven\n\nWhat a user of such a model gets is a refusal with this sentence before a weight is read, not a wrong answer.\n\n"
+        "## Not proven\n\nRefused by the gate before a weight is read (such a split is never used), without a tiny config that runs, or not measured yet.\n\n"
         + "\n".join(f"* **{name}**: {text}" for name, text in found)
     )
 
@@ -168,6 +169,12 @@ def _errors(part: Row) -> str:
         "-" if part.get(k) is None else "0" if part[k] == 0 else f"{part[k]:.0e}".replace("e-0", "e-")
         for k in ("logits", "decoding", "gradients")
     )
+
+
+def _one_line(text: str) -> str:
+    """The first sentence or so of a message."""
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else text[:LONGEST].rpartition(" ")[0] + " ..."
 
 
 def _tenth(values: Iterable[float]) -> float:

@@ -99,7 +99,7 @@ def failures(rows: dict[str, Row]) -> str:
     if not found:
         return ""
     return (
-        "## Not proven\n\nRefused by the gate before a weight is read (such a split is never used), without a tiny config that runs, or not measured yet.\n\n"
+        "## Not proven\n\nRefused by the gate (such a split is never used), without a tiny config that runs, or not measured yet.\n\n"
         + "\n".join(f"* **{name}**: {text}" for name, text in found)
     )
 

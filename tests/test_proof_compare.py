@@ -98,3 +98,8 @@ def test_the_report_says_equal_only_if_everything_is():
     assert report.exit_code == 1
     assert "different: the forward pass is right; first on the way back, the gradient of w" in report.text()
     assert max(map(len, report.text().splitlines())) <= 100
+
+
+def test_the_report_breaks_no_name():
+    name = "model.vision_tower.vision_model.encoder.layers.26.self_attn.out_proj.weight"
+    assert name in Report("title", Comparison((Item("gradients", name, 1e-7, 1e-5), Item("gradients", "w", 0.0, 1e-5))), "").text()

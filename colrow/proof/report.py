@@ -1,6 +1,7 @@
 """The proof in words: a table of what was compared, then one line that says `equal` or where the first difference is and of what kind.
 
-Plain text of 100 columns for a terminal; colours where the terminal has them are rich's. Not here: HTML (colrow/report).
+Plain text of 100 columns for a terminal, more where a name needs them; colours where the terminal has them are rich's. Not here: HTML
+(colrow/report).
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ class Report:
 
     def text(self, color: bool = False) -> str:
         out = io.StringIO()
-        console = Console(file=out, width=WIDTH, force_terminal=color, no_color=not color, highlight=False)
+        table = _table(self.comparison)
+        width = max(WIDTH, Console(width=10 * WIDTH).measure(table).maximum)
+        console = Console(file=out, width=width, force_terminal=color, no_color=not color, highlight=False)
         console.print(self.title)
-        console.print(_table(self.comparison))
+        console.print(table)
         for note in self.notes:
             console.print(note)
         console.print(f"[green]equal[/]: {_summary(self.comparison)}" if self.equal else f"[red]different[/]: {self.finding}")
@@ -63,6 +66,8 @@ def _table(comparison: Comparison) -> Table:
             "[green]ok[/]" if all(i.ok for i in items) else f"[red]{worst.verdict}[/]",
             _what(worst, items),
         )
+    # Names are not broken: people search for them.
+    table.columns[-1].max_width = max(WIDTH - 60, *(len(comparison.worst(kind).name) for kind in comparison.kinds()), 0)
     return table
 
 

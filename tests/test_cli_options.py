@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from colrow.__main__ import main
 from colrow.checkpoint.model_dir import find
 from colrow.cli.options import degree, read_plan, read_split
 from colrow.cli.screen import Screen
+from colrow.cli.show import _ask
 from colrow.cli.units import nbytes
 from colrow.comm.group import Alone, Group
 from colrow.errors import UserError
@@ -28,7 +30,7 @@ WRONG = {
     "tp -3": ([*RUN, "--tensor-parallel-size", "-3"], "tp must be at least 1"),
     "tp that is no number": ([*RUN, "--tp", "two"], "'--tp'"),
     "split that is no list": ([*RUN, "--split", "3;1"], "split must be numbers"),
-    "split of another size": ([*RUN, "--tp", "3", "--split", "3,1"], "--tp 3 and --split 2"),
+    "split of another size": ([*RUN, "--tp", "3", "--split", "3,1"], "--tp 3 and --split for 2"),
     "split of nothing": ([*RUN, "--split", "0,0"], "above 0"),
     "negative split": ([*RUN, "--split", "3,-1"], "above 0"),
     "temperature": ([*RUN, "--temperature", "-1"], "temperature must be"),
@@ -37,6 +39,12 @@ WRONG = {
     "dtype": ([*RUN, "--dtype", "int4"], "no such dtype, got int4"),
     "no new tokens": ([*RUN, "--max-new-tokens", "0"], "max-new-tokens must be at least 1"),
     "empty prompt": (["run", "demo", "-p", ""], "the prompt is empty"),
+    "prompt of bytes that are no UTF-8": (["run", "demo", "-p", "caf\udce9"], "the text is no Unicode: character 3 is half a character"),
+    "trace into no directory": ([*RUN, "--trace", "/nowhere/trace.json"], "there is no directory for the file to write"),
+    "trace that is a directory": ([*RUN, "--trace", "/"], "the file to write is a directory, got /"),
+    "page into no directory": (["plan", "demo", "--html", "/nowhere/plan.html"], "there is no directory for the file to write"),
+    "proof into no directory": (["verify", "demo", "--html", "/nowhere/proof.html"], "there is no directory for the file to write"),
+    "preset into no directory": (["bench", "--calibrate", "/nowhere/machine.json"], "there is no directory for the file to write"),
     "no prompt": (["run", "demo"], "'--prompt'"),
     "no model": (["run", "-p", "x"], "MODEL"),
     "unknown option": ([*RUN, "--frobnicate"], "No such option: --frobnicate"),
@@ -61,6 +69,11 @@ def test_wrong_input_is_one_line(arguments: list[str], message: str, capsys: pyt
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"colrow {colrow.__version__}\n"
+
+
+def test_bytes_that_are_no_utf8_do_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 na\xc3\xafve\n"), "utf-8", "surrogateescape"))
+    assert _ask() == "caf\ufffd naïve"
 
 
 def test_a_plan_file_that_is_no_plan(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -235,6 +235,7 @@ WRONG = {
     "deep": (b"[" * 100_000, 400, "JSON"),
     "no prompt": ({}, 400, "prompt"),
     "empty prompt": ({"prompt": ""}, 400, "empty"),
+    "half a character": ({"prompt": "hi \ud800"}, 400, "character 3 is half a character"),
     "an empty one among others": ({"prompt": ["a", ""]}, 400, "empty"),
     "empty list": ({"prompt": []}, 400, "no prompt"),
     "empty ids": ({"prompt": [[]]}, 400, "empty"),
@@ -272,6 +273,12 @@ def test_wrong_messages(messages: Any, server: Served) -> None:
     status, answer = server.ask("/v1/chat/completions", {"messages": messages})
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_half_a_character_in_a_message(server: Served) -> None:
+    status, answer = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi \ud800"}]})
+    assert status == 400
+    assert "is half a character" in answer["error"]["message"]
 
 
 def test_no_such_route_and_method(server: Served) -> None:

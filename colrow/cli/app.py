@@ -12,13 +12,25 @@ from typing import Annotated, Any
 import typer
 
 from ..checkpoint.model_dir import find
+from ..engine.prompts import check_text
 from ..engine.settings import Sampling, check_dtype
 from ..errors import UserError
 from ..planning import links, shapes
 from . import show
 from .interrupt import ending_at_once
 from .job import Opening, Wish
-from .options import Asked, at_least_1, check_adapter, check_peft, degree, find_with_weights, read_bytes, read_plan, read_split
+from .options import (
+    Asked,
+    at_least_1,
+    check_adapter,
+    check_peft,
+    check_writable,
+    degree,
+    find_with_weights,
+    read_bytes,
+    read_plan,
+    read_split,
+)
 
 app = typer.Typer(
     name="colrow",
@@ -99,6 +111,8 @@ def plan(
     """
     shares, given = read_split(split), read_plan(plan_file)
     ranks, room = degree(tp, shares, given), read_bytes(memory)
+    check_writable(html_file, "--html plan.html")
+    check_writable(json_file, "--json plan.json")
     known = shapes.known(model) and not Path(model).exists()
     files = None if known else find(model, trust_remote_code, weights=False)
     check_dtype(dtype)
@@ -135,6 +149,7 @@ def verify(
     """
     shares, given = read_split(split), read_plan(plan_file)
     ranks, files = degree(tp, shares, given), find(model, trust_remote_code)
+    check_writable(html_file, "--html proof.html")
     with ending_at_once():
         from . import verify as command
 
@@ -175,6 +190,8 @@ def run(
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens), tuple(stop or ()), raw)
     if not prompt:
         raise UserError("the prompt is empty", works='-p "Once upon a time"')
+    check_text(prompt)
+    check_writable(trace, "--trace trace.json")
     opening = Opening(
         find_with_weights(model, trust_remote_code),
         started,
@@ -276,6 +293,7 @@ def train(
     ranks = degree(tp, shares, given)
     rest: dict[str, Any] = {"evaluate_every": eval_every, "save_every": save_every, "packed": pack, "recompute": recompute}
     check_peft(lora > 0)
+    check_writable(trace, "--trace trace.json")
     rest |= {"lora": lora, "lora_alpha": lora_alpha, "lora_targets": tuple(filter(None, lora_targets.split(",")))}
     rest["sequence"] = "keep" if keep_gathered else "again" if sequence else "off"
     settings = Settings(
@@ -375,6 +393,7 @@ def bench(
     """
     ranks = degree(tp, (), None)
     check_dtype(dtype)
+    check_writable(calibrate, "--calibrate machine.json")
     from .bench import show as measured
 
     measured(ranks, backend, dtype, seconds, calibrate)

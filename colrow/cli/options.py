@@ -55,7 +55,7 @@ def degree(tp: int | None, split: tuple[float, ...], plan: Plan | None) -> int:
     }
     given = {name: ranks for name, ranks in said.items() if ranks is not None}
     if len(set(given.values())) > 1:
-        words = " and ".join(f"{name} {ranks}" for name, ranks in given.items())
+        words = " and ".join(f"{name} for {ranks}" if name in ("--split", "--plan") else f"{name} {ranks}" for name, ranks in given.items())
         other = next(ranks for name, ranks in given.items() if name != "--tp")
         raise UserError("the number of ranks is given twice, differently", words, f"--tp {other}")
     ranks = next(iter(given.values()), 1)
@@ -96,6 +96,18 @@ def check_adapter(path: Path | None) -> Path | None:
         raise UserError("there is no adapter_config.json in", path, "--adapter DIR, a directory that PEFT's save_pretrained wrote")
     check_peft(path is not None)
     return path.resolve() if path is not None else None
+
+
+def check_writable(path: Path | None, works: str) -> None:
+    """UserError, before anything is started, for a file that could not be written at the end of it all."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError("the file to write is a directory", path, works)
+    if not path.parent.is_dir():
+        raise UserError("there is no directory for the file to write", path, works)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError("the file cannot be written", path, works)
 
 
 def check_peft(wanted: bool) -> None:

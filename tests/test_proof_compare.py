@@ -93,6 +93,8 @@ def test_the_report_says_equal_only_if_everything_is():
     report = Report("title", Comparison((good,)), "")
     assert report.exit_code == 0
     assert report.text().splitlines()[-1].startswith("equal: ")
+    assert "coarse" not in report.text()
+    assert "coarse: 32% of" in Report("title", Comparison((Item("gradients", "w", 0.1, 0.32),)), "").text()  # bfloat16
     both = Comparison((good, bad))
     report = Report("title", both, describe(both, lambda: None))
     assert report.exit_code == 1

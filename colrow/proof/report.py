@@ -20,6 +20,7 @@ from .trail import Parting
 WIDTH = 100
 UNITS = ("outputs", "decoding", "gradients of inputs", "gradients")  # what is compared layer by layer
 FORWARD = ("logits", "loss", "decoding", "tokens")
+COARSE = 0.01  # of the largest element: where more than this is allowed, "equal" says little and a line says so
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Report:
         console.print(table)
         for note in self.notes:
             console.print(note)
+        if self.equal and (hidden := _hidden(self.comparison)) > COARSE:
+            console.print(f"coarse: {hidden:.0%} of the largest element would pass for rounding here; --dtype float32 sees more")
         console.print(f"[green]equal[/]: {_summary(self.comparison)}" if self.equal else f"[red]different[/]: {self.finding}")
         return out.getvalue()
 
@@ -69,6 +72,11 @@ def _table(comparison: Comparison) -> Table:
     # Names are not broken: people search for them.
     table.columns[-1].max_width = max(WIDTH - 60, *(len(comparison.worst(kind).name) for kind in comparison.kinds()), 0)
     return table
+
+
+def _hidden(comparison: Comparison) -> float:
+    """The largest difference of logits or gradients that would have passed."""
+    return max((i.tolerance for i in comparison.items if i.kind in ("logits", *UNITS)), default=0.0)
 
 
 def _largest(items: tuple[Item, ...]) -> str:

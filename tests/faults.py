@@ -43,7 +43,7 @@ def plant(fault: str, at: str = "") -> Iterator[list[str]]:
         "drop g": (regions, "reduce_from", _without_one(regions.reduce_from, at, done)),
         "drop f": (regions, "copy_to", _without_one(regions.copy_to, at, done)),
         "add up twice": (regions, "reduce_from", _twice_at_one(regions.reduce_from, at, done)),
-        "bias on every rank": (linear, "_add_up", _bias_then_sum(done)),
+        "bias on every rank": (linear, "_add_up", _bias_then_sum(linear._add_up, done)),
         "rotated head map": (Attention, "local_map", _rotated(Attention.local_map, done)),
         "rotated slices": (borders, "own_part", _of_another_rank(borders.own_part, lambda rank, ranks: (rank + 1) % ranks, done)),
         "constants of the first rank": (borders, "own_part", _of_another_rank(borders.own_part, lambda rank, ranks: 0, done)),
@@ -80,12 +80,14 @@ def _twice_at_one(original: Region, at: str, done: list[str]) -> Region:
     return region
 
 
-def _bias_then_sum(done: list[str]) -> Region:
+def _bias_then_sum(original: Region, done: list[str]) -> Region:
+    """Where a layer adds up its partial sums itself; elsewhere they wait, with what is whole beside them ("residual on every rank")."""
+
     def add_up(layer: Any, partial: torch.Tensor) -> torch.Tensor:
-        if layer.bias is not None:
-            done.append(layer.name or "")
-            partial = partial + layer.bias
-        return regions.reduce_from(partial, layer.group, layer.name or "")
+        if layer.bias is None or layer.name is None or layer.due is not None:
+            return original(layer, partial)
+        done.append(layer.name)
+        return regions.reduce_from(partial + layer.bias, layer.group, layer.name)
 
     return add_up
 

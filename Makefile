@@ -1,5 +1,5 @@
 # make run    environment, demo model, and the main job: text from SmolLM2-135M split in two, and the proof that it is the same model
-# make test   environment and the test suite
+# make test   environment and the test suite, in two processes side by side; the last line counts both
 # make check  linter, formatter and type checker
 # make faults docs/faults.md: the classic faults planted in every family, and whether the gate sees them
 # make zoo    docs/models.md: every architecture of transformers, measured (half an hour; goes on where it was; ZOO_CACHE: its results)
@@ -19,7 +19,7 @@ run: env
 	$(BIN)/colrow verify demo --tp $(TP)
 
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m tests.halves
 
 check: env
 	$(BIN)/ruff check .

@@ -92,6 +92,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba2": lambda: tf.Mamba2Config(**MAMBA, n_groups=2),
     "mamba2-one-group": lambda: tf.Mamba2Config(**MAMBA, n_groups=1),
     "mamba2-four-groups": lambda: tf.Mamba2Config(**MAMBA, n_groups=4),
+    "falcon-h1": lambda: tf.FalconH1Config(
+        **EVEN,
+        mamba_d_ssm=64,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_n_groups=1,
+        mamba_d_state=8,
+        ssm_multipliers=[0.5, 2.0, 0.7, 1.5, 3.0],
+    ),
     "gpt-oss": lambda: tf.GptOssConfig(
         **EVEN, head_dim=8, **EXPERTS[0], sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"]
     ),
@@ -147,6 +156,7 @@ TRANSLATORS: dict[str, Callable[[], PreTrainedConfig]] = {
     "flan-t5": lambda: tf.T5Config(**RELATIVE, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "mt5": lambda: tf.MT5Config(**RELATIVE),
     "umt5": lambda: tf.UMT5Config(**RELATIVE),
+    "t5gemma": lambda: tf.T5GemmaConfig(encoder={**EVEN, "head_dim": 8}, decoder={**EVEN, "head_dim": 8}, **TOKENS),
     "bart": lambda: tf.BartConfig(**TWO_SIDED, max_position_embeddings=64),
     "mbart": lambda: tf.MBartConfig(**TWO_SIDED, max_position_embeddings=64),
     "marian": lambda: tf.MarianConfig(**TWO_SIDED, max_position_embeddings=64),

@@ -125,6 +125,13 @@ def test_an_f_on_two_modules_inputs_is_one_all_reduce() -> None:
     assert [r.shares for r in inputs[:2]] == ["", inputs[0].name]
 
 
+def test_buffers_made_by_the_code_are_cut_like_parameters() -> None:
+    """Falcon-H1's multipliers of the mixer's features: written by the initializer of the model around the mixers, in no file."""
+    buffers = derive(config("falcon-h1"), 3).buffers
+    assert [b.name for b in buffers] == [f"model.layers.{i}.mamba.mup_vector" for i in range(2)]
+    assert all(b.partition.local_size(rank) < b.shape[2] for b in buffers for rank in range(3))
+
+
 def test_a_models_own_embedding_keeps_what_it_does() -> None:
     """Gemma multiplies what it looks up, OPT shifts the position ids: both leave the lookup to nn.Embedding."""
     plan = derive(config("gemma3"), 2)

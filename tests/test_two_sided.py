@@ -45,7 +45,7 @@ def test_encoder_decoders(family: str, ranks: int) -> None:
     assert found.ok
     assert share(plan) >= COVERED.get(family, 0.97)
     assert len(plan.attention) == 6, "encoder, decoder and cross attention of two layers"
-    assert {i.name for i in found.of("outputs")} == {"encoder_last_hidden_state"}
+    assert "encoder_last_hidden_state" in {i.name for i in found.of("outputs")}
     assert found.of("tokens")[0].name == "6 greedy tokens"
 
 

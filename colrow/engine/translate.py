@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from ..planning.inputs import encoded
 from .forward import Forward, local_logits
 
 
@@ -21,8 +22,8 @@ class Translate(Forward):
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         super().__init__(model)
         ids, mask = right_pad(prompts)
-        self._source: dict[str, Any] = {"input_ids": ids.to(device)}
-        self._mask = mask.to(device)
+        self._source, self._mask = ids.to(device), mask.to(device)
+        self._encoded: Any = None
         self.starts = [start_tokens(model) for _ in prompts]
 
     @torch.inference_mode()
@@ -30,8 +31,10 @@ class Translate(Forward):
         """`ids` [rows, new tokens] of the decoder; its rows need no mask, they are as long as each other."""
         more = {} if past is None else {str(self._cache_arg): past}
         with local_logits(self.model):
-            out = self.model(**self._source, attention_mask=self._mask, decoder_input_ids=ids, use_cache=True, **more)
-        self._source = {"encoder_outputs": (out.encoder_last_hidden_state,)}
+            if self._encoded is None:
+                self._encoded = encoded(self.model, {"input_ids": self._source, "attention_mask": self._mask})
+            more["encoder_outputs"] = self._encoded
+            out = self.model(attention_mask=self._mask, decoder_input_ids=ids, use_cache=True, **more)
         return (out.logits if every else out.logits[:, -1]), self._past(out)
 
 

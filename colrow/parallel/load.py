@@ -21,9 +21,10 @@ from ..checkpoint import names
 from ..checkpoint.source import Source
 from ..errors import UserError
 from ..planning.models import BUILDING
-from ..planning.plan import Plan, TensorPlan
+from ..planning.plan import BufferPlan, Plan, TensorPlan
 
 Progress = Callable[[str, int, int], None]  # (parameter, elements done, elements in all)
+_Buffers = dict[tuple[nn.Module, str], torch.Tensor]  # by module and name in it
 
 
 def from_source(
@@ -167,42 +168,62 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def remake_buffers(model: nn.Module, device: torch.device | str) -> None:
-    """Compute the buffers that are still on meta with the model's own `_init_weights`, as transformers does after loading.
+    """Compute the buffers that are still on meta with the model's own `_init_weights`, as transformers does after loading: that of the
+    module that has the buffer, else of the next module around it that writes it. Of a buffer that the plan cuts the rank keeps its piece.
 
     Whether it really writes a buffer cannot be seen from outside, so it runs over two different fillings and must give the same twice.
     """
-    for owner, module in with_owner(model):
-        lost = {leaf: b for leaf, b in module._buffers.items() if b is not None and b.is_meta}
-        if not lost:
-            continue
-        results = []
-        for filling in (0, 1):
-            for leaf, buffer in lost.items():
-                module._buffers[leaf] = torch.full(buffer.shape, filling, dtype=buffer.dtype, device=device)
-            with BUILDING, torch.no_grad(), _out_of_reach(module):
-                owner._init_weights(module)  # type: ignore[operator]
-            results.append({leaf: module._buffers[leaf] for leaf in lost})
-        for leaf, buffer in lost.items():
-            first, second = (result[leaf] for result in results)
-            if first is None or second is None or first.shape != buffer.shape or not torch.equal(first, second):
-                raise ValueError(
-                    f"{type(module).__name__}.{leaf} is neither in the files nor computed by {type(owner).__name__}._init_weights"
-                )
+    plan, rank = _plan_of(model) if hasattr(model, "colrow") else (None, 0)
+    cut = {_place(model, b.name): b for b in plan.buffers} if plan is not None else {}
+    lost = {(module, leaf): b for module in model.modules() for leaf, b in module._buffers.items() if b is not None and b.is_meta}
+    for owner, module in reversed(list(with_owner(model))) if lost else ():
+        mine = {key: lost[key] for inner in module.modules() for leaf in inner._buffers if (key := (inner, leaf)) in lost}
+        for key, value in (_computed(owner, module, mine, cut, device) if mine else {}).items():
+            inner, leaf = key
+            inner._buffers[leaf] = cut[key].partition.split(value, rank).clone() if key in cut else value
+            del lost[key]
+    for module, leaf in lost:
+        raise ValueError(f"{type(module).__name__}.{leaf} is neither in the files nor computed by {type(model).__name__}._init_weights")
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _computed(
+    owner: nn.Module, module: nn.Module, lost: _Buffers, cut: Mapping[tuple[nn.Module, str], BufferPlan], device: torch.device | str
+) -> _Buffers:
+    """Those of `lost` that the initializer of `module` writes, whole. The others are as they were."""
+    shapes = {key: cut[key].shape if key in cut else tuple(old.shape) for key, old in lost.items()}
+    results: list[_Buffers] = []
+    for filling in (0, 1):
+        with BUILDING, torch.no_grad(), _out_of_reach(module):
+            for (inner, leaf), old in lost.items():
+                inner._buffers[leaf] = torch.full(shapes[inner, leaf], filling, dtype=old.dtype, device=device)
+            owner._init_weights(module)  # type: ignore[operator]
+            made = {(inner, leaf): inner._buffers[leaf] for inner, leaf in lost}
+        results.append({key: value for key, value in made.items() if value is not None and value.shape == shapes[key]})
+    first, second = results
+    return {key: value for key, value in first.items() if key in second and torch.equal(value, second[key])}
 
 
 @contextmanager
 def _out_of_reach(module: nn.Module) -> Iterator[None]:
-    """Initializers write buffers, but also weights, and not always only the module's own: meanwhile they find empty ones on meta."""
-    kept = [(owner, dict(owner._parameters)) for owner in module.modules()]
+    """Initializers write buffers, but also weights, and not always only the module's own: meanwhile they find empty weights on meta, and
+    copies of the buffers that there are."""
+    kept = [(owner, dict(owner._parameters), dict(owner._buffers)) for owner in module.modules()]
     try:
-        for owner, parameters in kept:
+        for owner, parameters, buffers in kept:
             for leaf, p in parameters.items():
                 if p is not None:
                     owner._parameters[leaf] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+            owner._buffers.update((leaf, b.clone()) for leaf, b in buffers.items() if b is not None)
         yield
     finally:
-        for owner, parameters in kept:
+        for owner, parameters, buffers in kept:
             owner._parameters.update(parameters)
+            owner._buffers.update(buffers)
 
 
 def with_owner(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:

@@ -45,7 +45,7 @@ def install(model: nn.Module, state: State) -> None:
         if state_dict is None:
             split = {name for name, _ in state.plan.names()}
             buffers = {name: value for name, value in model.state_dict().items() if name not in split}
-            for b in state.plan.buffers:
+            for b in (b for b in state.plan.buffers if b.name in buffers):
                 buffers[b.name] = whole_tensor(buffers[b.name], b.partition, state.group, f"buffers.{b.name}")
             state_dict = whole_parameters(model, everywhere=False) | buffers
         if state.group.rank == 0:

@@ -30,11 +30,12 @@ def alike(graph: Graph, chosen: frozenset[Node], value: int) -> bool:
     return op.name in FACTORIES or (torch.Tag.pointwise in op.func.tags and all(alike(graph, chosen, v) for v in graph.inputs[made]))
 
 
-def is_saved(graph: Graph, chosen: frozenset[Node], value: int) -> bool:
-    """A buffer saved with the model, used on the cut axes only (a bias of the logits): a rank holds its part."""
-    if graph.trace.values[value].name not in graph.trace.saved:
-        return False
+def is_buffer(graph: Graph, chosen: frozenset[Node], value: int) -> bool:
+    """A buffer that its own module uses, on the cut axes only (a bias of the logits, multipliers of features): a rank holds its part."""
+    owner = graph.trace.values[value].name.rpartition(".")[0]
     users = [graph.op(i) for i in graph.consumers[value]]
+    if not graph.trace.values[value].name or any(graph.trace.module_of(user) != owner for user in users):
+        return False
     return all(any(graph.leaves[o] & chosen for o in user.outputs if o >= 0) for user in users)
 
 

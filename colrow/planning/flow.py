@@ -35,7 +35,7 @@ class Flow:
     `gathered`: outputs of the model that every rank has a slice of. `sources`: ops that leave partial sums, with the cut leaves they sum
     over. `means`: ops that take a mean over cut leaves, whose ranks' sums are added inside them. `once`: parameters that are added to
     partial sums as they are, and therefore used by one rank only. `sliced`: constants of the model's code that enter a module for all
-    heads, of which a rank needs its own. `buffers`: buffers saved with the model, cut like parameters.
+    heads, of which a rank needs its own. `buffers`: the model's buffers, cut like parameters.
     """
 
     chosen: frozenset[Node]

@@ -57,6 +57,14 @@ def takes(model: Any) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
+def encoded(model: Any, example: Example) -> Any:
+    """What the encoder before a decoder makes of an example (and of its mask), as transformers' generate() calls it: alone, once."""
+    encoder = model.get_encoder()
+    known = takes(encoder)
+    found = {name: x for name, x in example.items() if name in known and not name.startswith("decoder_")}
+    return encoder(**found, return_dict=True)
+
+
 def vocabulary(config: PreTrainedConfig, decoder: bool = False) -> int | None:
     """Number of token ids (of the decoder's, where those are others); None for a model without tokens."""
     try:

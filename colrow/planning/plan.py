@@ -6,7 +6,7 @@ A plan has five parts, each entry with its reason in words:
 * `regions`    where a tensor changes its state between ranks: f, g, a gather at a module's input or output, a mean inside it;
 * `edits`      integers of modules (head counts, split sizes) that differ on a rank;
 * `attention`  for each attention call, the query and KV heads of every rank;
-* `buffers`    saved buffers that are cut.
+* `buffers`    buffers that are cut.
 
 It is made by `choose.py`, checked by `replay.py`, applied by `parallel/build.py`, priced by `cost.py`. It knows no weights and no process
 groups, and it is written to and read from JSON without loss. `Plan.check` refuses a plan that does not fit the model.
@@ -127,7 +127,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """A buffer that is saved with the model and cut like a parameter (BART's bias of the logits). All others are whole."""
+    """A buffer that is cut like a parameter, saved with the model (BART's bias of the logits) or not (multipliers that its code makes for
+    features). All others are whole."""
 
     name: str
     shape: tuple[int, ...]

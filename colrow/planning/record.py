@@ -299,7 +299,6 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
     for name, b in model.named_buffers():
         r.value(b)
         r.values[r.known[id(b)]]["name"] = name
-    kept = model.state_dict().keys()
     given = example or next(examples(model, BATCH, LENGTH, SOURCE_LENGTH))
     arguments = {name: t.to("meta") for name, t in given.items()}
     known = not given.keys() <= {TOKENS, DECODED}
@@ -326,6 +325,5 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
         modules={path: type(m) for path, m in model.named_modules()},
         attributes=attributes,
         int_uses=r.int_uses,
-        saved=frozenset(name for name, _ in model.named_buffers() if name in kept),
         bypasses=bypasses,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 
-from .constants import alike, entrance, is_saved
+from .constants import alike, entrance, is_buffer
 from .factors import Dim, Node, leaves, resolve
 from .flow import Flow, Problem
 from .graph import Border, Graph
@@ -127,7 +127,7 @@ class _Walk:
         for v in graph.inputs[op.index]:
             if flow.problems or not graph.trace.values[v].constant or alike(graph, flow.chosen, v):
                 continue
-            if is_saved(graph, flow.chosen, v):
+            if is_buffer(graph, flow.chosen, v):
                 flow.buffers.add(v)
                 continue
             border = entrance(graph, flow.chosen, v, op)

@@ -135,7 +135,6 @@ class Trace:
     modules: dict[str, type]  # path -> class; "" is the model
     attributes: dict[tuple[str, str], int]  # integers of modules
     int_uses: list[IntUse]
-    saved: frozenset[str] = frozenset()  # buffers that are saved with the model
     left_out: str = ""  # why the model could be followed with its tokens alone
     bypasses: bool = False  # attention does not go through the AttentionInterface (no entry in `attention`)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..planning.inputs import DECODED, TOKENS, Example, fitting, moved, picture_token, takes
+from ..planning.inputs import DECODED, TOKENS, Example, encoded, fitting, moved, picture_token, takes
 
 IGNORED = -100  # the label that transformers' loss leaves out
 
@@ -173,19 +173,22 @@ def _decode(
     with torch.no_grad():
         for step in range(asked.steps):
             phase("decode_prompt" if step == 0 else "decode")
+            if step == 0 and sequence == DECODED:
+                mask = _seen(asked.prompt, sequence, 0, None)
+                inputs = {sequence: asked.prompt[sequence]}
+                given = {"encoder_outputs": encoded(model, asked.prompt | mask), **mask}
             out = call(model, inputs, use_cache=True, **given)
             rows.append(out.logits[0, -1])
             tokens.append(int(rows[-1].argmax()))
             if out.get(name) is None:
                 break  # an encoder: it has no cache, and nothing to decode
             ids = asked.prompt[sequence].new_tensor([[tokens[-1] if follow is None else follow[step]]])
-            inputs, given = {sequence: ids}, {name: out[name], **_seen(asked.prompt, sequence, step + 1, out[name])}
-            if sequence == DECODED:
-                given["encoder_outputs"] = (out.encoder_last_hidden_state,)
+            inputs = {sequence: ids}
+            given |= {name: out[name], **_seen(asked.prompt, sequence, step + 1, out[name])}
     return torch.stack(rows), tuple(tokens)
 
 
-def _seen(prompt: Example, sequence: str, new: int, cache: Any) -> dict[str, torch.Tensor | None]:
+def _seen(prompt: Example, sequence: str, new: int, cache: Any) -> dict[str, Any]:
     """The mask of a later step: of the encoder's tokens, else of all tokens so far; none where the cache is a state without positions
     (Mamba, which would multiply the new token by every entry), and where pictures were among the tokens: such models count positions by
     themselves, and some by the mask instead where they get one."""

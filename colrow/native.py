@@ -119,7 +119,10 @@ SHM = Library("comm/_shm", ("comm/shm.c", "comm/shm.h", "comm/shm_wait.h", "comm
 # Products and sums may be contracted here: each rank computes results of its own, and the same code makes them alone and in a batch.
 PROGRAM = Library(
     "kernels/_program",
-    tuple(f"kernels/{name}" for name in ("program.c", "vector.h", "product.h", "elementwise.h", "attend.h", "pool.h")),
+    tuple(
+        f"kernels/{name}"
+        for name in ("program.c", "vector.h", "product.h", "multiply.h", "choose.h", "elementwise.h", "attend.h", "pool.h")
+    ),
     "kp_digest",
     (*(flag for flag in FLAGS if "contract" not in flag), "-ffp-contract=fast", "-pthread", "-Wno-psabi"),
 )

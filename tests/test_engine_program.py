@@ -12,19 +12,20 @@ from transformers import LlamaConfig
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.engine import compiled, steps
-from colrow.engine.decoder import Decoder
+from colrow.engine.decoder import Decoder, _Choices
 from colrow.engine.forward import Forward
 from colrow.engine.generate import Memory, generate
 from colrow.engine.slots import ROOM, Slot
 from colrow.engine.stopping import Limits
 from colrow.kernels.library import Op
+from colrow.parallel import experts
 from colrow.parallel.build import parallelize
 from colrow.parallel.int8 import dequantized, quantize, quantize_layers
 from colrow.planning.derive import derive
 from tests import families, tiny
 
 RECORDED = """mistral qwen3 gemma gemma2 gemma3 phi phi3 gpt-neox gpt-neox-sequential gptj opt cohere cohere-norm stablelm glm granite
-olmo starcoder2"""
+olmo starcoder2 olmo2 mixtral qwen2-moe qwen3-moe olmoe minimax-m2 gpt-oss bloom mpt falcon-7b falcon-rw falcon-40b"""
 PROMPTS = [[5], [0, 100, 7, 33, 8], [9, 8, 7, 6, 5, 4, 3, 50, 60, 70, 80, 90]]
 
 
@@ -33,7 +34,9 @@ def config(family: str, **changes: Any) -> Any:
 
 
 def whole(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    return tiny.whole(config(family, **changes), dtype)
+    model = tiny.whole(config(family, **changes), dtype)
+    experts.choose(model)
+    return model
 
 
 def prepared(model: Any, group: Group) -> Decoder:
@@ -78,7 +81,7 @@ def test_a_rank_without_heads() -> None:
     assert split(model, 5, exact) == [(True, True)] * 5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "gpt-oss", "mixtral", "bloom", "falcon-rw"])
 def test_greedy_tokens_are_the_modules_for_hundreds_of_positions(family: str) -> None:
     """Past the room of a slot, and past the window of those that have one."""
     changes = {"max_position_embeddings": 512} if family == "llama" else {}
@@ -106,7 +109,7 @@ def test_turns_of_a_conversation_go_from_modules_to_program_and_back() -> None:
             prompt = prompt + mine + [11 + turn, 12]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_rows_bits_do_not_depend_on_its_company_nor_on_threads(dtype: torch.dtype) -> None:
     """Widths that are no multiple of a vector, more rows of weights than one thread's line, all numbers of columns from 1 to 11."""
     changes = {"hidden_size": 72, "intermediate_size": 1051, "vocab_size": 311}
@@ -154,7 +157,7 @@ def test_sums_are_counted_as_the_modules_count_theirs() -> None:
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("bloom", "takes no positions"), ("mamba2", "cache is not one of keys and values"), ("falcon-40b", "recording a step failed")],
+    [("mamba2", "cache is not one of keys and values"), ("deepseek-v3", "other keys than those that are cached")],
 )
 def test_what_cannot_be_recorded_runs_by_its_modules(family: str, reason: str) -> None:
     decoder = prepared(whole(family), single())
@@ -168,6 +171,79 @@ def test_a_position_that_the_code_looks_at_is_refused() -> None:
     model = tiny.whole(LlamaConfig(**tiny.GROUPED, rope_parameters=rope), torch.float32, attention="sdpa")
     decoder = prepared(model, single())
     assert "looks at the position" in decoder.why
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_positions_that_come_in_unseen_are_refused(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a model that counts positions itself: what is recorded at one position is wrong at the next."""
+    model = whole("llama")
+    monkeypatch.setattr(type(model), "_supports_attention_backend", not own)
+    decoder = Decoder(model, single())
+    decoder._forward.takes_positions = False
+    decoder.prepare()
+    assert ("looks at the position" if own else "takes no positions") in decoder.why
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("mixtral", torch.float32), ("qwen3-moe", torch.bfloat16), ("gpt-oss", torch.float32)], ids=str
+)
+def test_only_the_experts_that_are_chosen_are_read(family: str, dtype: torch.dtype) -> None:
+    """The others become not a number. Rows that choose otherwise are the same bits together and alone."""
+    model = whole(family, dtype)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(20 if name.endswith(("router.weight", "gate.weight")) else 1)
+    program, chosen = prepared(model, single()).program, set[tuple[int, int]]()
+    assert program is not None
+    pasts = [Forward(model)(torch.tensor([[at, 9, at + 1]]), None, None)[1] for at in range(6)]
+    clean = [program.run([at], [Slot(past)]) for at, past in enumerate(pasts)]
+    for at, past in enumerate(pasts):
+        with _Choices() as choices:
+            Forward(model)(torch.tensor([[at]]), None, copy.deepcopy(past))
+        chosen |= {(layer, int(place)) for layer, places in enumerate(choices.places) for place in places.flatten()}
+        if at == 0:
+            first = set(chosen)
+    layers = [m for m in model.modules() if hasattr(m, "gate_up_proj") and hasattr(m, "down_proj")]
+    with torch.no_grad():
+        for layer, module in enumerate(layers):
+            for place in {0, 1, 2, 3} - {place for at, place in first if at == layer}:
+                module.gate_up_proj[place], module.down_proj[place] = float("nan"), float("nan")
+    assert torch.equal(program.run([0], [Slot(pasts[0])]), clean[0])
+    assert len(chosen) > len(first)
+    assert bool(torch.cat([program.run([at], [Slot(past)]) for at, past in enumerate(pasts)]).isnan().any())
+
+
+def test_experts_of_rows_together_are_those_of_each_alone() -> None:
+    model = whole("qwen2-moe")
+    program = prepared(model, single()).program
+    assert program is not None
+    _, past = Forward(model)(torch.tensor([PROMPTS[1]]), None, None)
+    together = program.run(list(range(70)), [Slot(past) for _ in range(70)])
+    assert torch.equal(together, torch.cat([program.run([at], [Slot(past)]) for at in range(70)]))
+
+
+def test_a_router_that_chooses_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program is told what the modules chose, so only what the choice gives away can show it."""
+    original = compiled.compile
+
+    def turned(tape: Any) -> Any:
+        made = original(tape)
+        at = next(at for at, step in enumerate(made.steps) if step.op is Op.TOPK)
+        x = made.steps[at].sources[0]
+        made.steps.insert(at, steps.Step(Op.NEG, [x], (x,)))
+        return made
+
+    monkeypatch.setattr(compiled, "compile", turned)
+    assert "differs by" in prepared(whole("gpt-oss"), single()).why
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "gpt2", "mixtral", "gpt-oss", "bloom"])
+def test_float16(family: str) -> None:
+    def rank(part: Any, group: Group) -> tuple[str, bool]:
+        decoder = prepared(part, group)
+        return decoder.why, decoder.difference < 0.005
+
+    assert split(whole(family, torch.float16), 2, rank) == [("", True)] * 2
 
 
 def test_float64_runs_by_its_modules() -> None:

@@ -5,24 +5,25 @@ them. A *light* one depends on the token or its position, but has met no product
 positions): torch computes it anew in each step, with the recorded ops. All others are *live*: their ops become instructions on float32
 memory. Whatever elementwise ops a model strings together, they are translated one by one, so there are no patterns to be recognised here.
 
-Products of one input (q, k and v; gate and up) become one instruction that reads their weights where they are. An op that has no
-instruction raises NotRecorded: then the modules run. Not here: running it (program.py).
+An op that has no instruction raises NotRecorded: then the modules run. Not here: the ops themselves (lower.py, choosing.py, products.py,
+attended.py), running it (program.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..kernels.library import Op
+from .attended import attend, cached, follow
 from .lower import lower
-from .recorded import Added, Attended, NotRecorded, Ran, Tape
-from .steps import Matrix, Step, Steps, memory
+from .products import PRODUCTS, pick, product
+from .steps import Constant, Heads, Matrix, Step, Steps
+from .tape import Added, Attended, Cached, NotRecorded, Ran, Tape
 
-_PRODUCTS = {"mm", "addmm", "linear"}
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like", "new_empty"}
 
 
@@ -47,8 +48,11 @@ def compile(tape: Tape) -> Compiled:
         if isinstance(entry, Added):
             _added(made, entry)
         elif isinstance(entry, Attended):
-            sources = tuple(made.contiguous(made.shadow(x)) for x in (entry.q, entry.k, entry.v))
-            made.steps.append(Step(Op.ATTEND, [made.new(entry.out)], sources, entry=entry))
+            attend(made, entry, tape.windows)
+        elif isinstance(entry, Cached):
+            cached(made, entry)
+        elif follow(made, entry, tape.windows):
+            pass
         elif entry.name == "dequantized":
             made.int8[id(entry.outputs[0])] = Matrix(*entry.args[:2])
         elif entry.name == "t" and id(entry.args[0]) in made.int8:
@@ -61,11 +65,31 @@ def compile(tape: Tape) -> Compiled:
     return Compiled(made.steps, _needed(light, made.inputs), made.inputs, tape.ids, tape.positions, logits)
 
 
+def same(a: Compiled, b: Compiled) -> bool:
+    """Whether two recordings of one model gave the same instructions, constants included."""
+
+    def facts(step: Step) -> Any:
+        numbers = [x for x in step.sources if isinstance(x, float)]
+        heads = step.entry if isinstance(step.entry, Heads) else None
+        return step.op, [x.shape for x in step.outs], numbers, replace(heads, slopes=(), sinks=None) if heads else None
+
+    def values(step: Step) -> list[torch.Tensor]:
+        slopes = [torch.tensor(step.entry.slopes)] if isinstance(step.entry, Heads) else []
+        return slopes + [x.value for x in step.sources if isinstance(x, Constant)]
+
+    if [facts(x) for x in a.steps] != [facts(x) for x in b.steps] or [op.func for op in a.light] != [op.func for op in b.light]:
+        return False
+    pairs = [pair for x, y in zip(a.steps, b.steps, strict=True) for pair in zip(values(x), values(y), strict=True)]
+    return all(x.shape == y.shape and torch.allclose(x, y, rtol=1e-3, atol=0) for x, y in pairs)
+
+
 def _is_live(made: Steps, op: Ran) -> bool:
     if op.name in _SHAPES_ONLY:
         return False  # a constant, whatever it takes its shape from
     tensors = list(_tensors((op.args, op.kwargs)))
-    return any(made.is_live(x) for x in tensors) or (op.name in _PRODUCTS and any(id(x) in made.depends for x in tensors))
+    if op.name in PRODUCTS and any(id(x) in made.depends for x in tensors):
+        return op.name != "bmm" or any(id(x) in made.picked for x in tensors)  # of rotary angles, which have no weight
+    return any(made.is_live(x) for x in tensors)
 
 
 def _is_light(made: Steps, op: Ran) -> bool:
@@ -105,62 +129,14 @@ def _added(made: Steps, entry: Added) -> None:
 
 
 def _live(made: Steps, op: Ran) -> None:
-    if op.name in _PRODUCTS:
-        _product(made, op)
-    elif op.name in ("view", "_unsafe_view", "_reshape_alias") or _is_view(op):
+    if op.name in PRODUCTS:
+        product(made, op)
+    elif pick(made, op):
+        pass
+    elif op.name in ("view", "_unsafe_view", "_reshape_alias") or op.is_view:
         made.view(op)
     else:
         lower(made, op)
-
-
-def _product(made: Steps, op: Ran) -> None:
-    """mm(x, W), addmm(bias, x, W) and linear(x, W, bias). W's rows are output features where it lies in memory."""
-    if op.name == "linear":
-        given, weight, bias = (*op.args, None)[:3]
-    else:
-        bias, given, weight = (None, *op.args) if op.name == "mm" else op.args
-    if made.is_live(weight) or id(weight) in made.depends or op.kwargs:
-        raise NotRecorded(f"it has a product of two results ({op.name})")
-    x, out = made.contiguous(made.shadow(given)), made.new(op.outputs[0])
-    matrix = made.int8.get(id(weight)) or Matrix(weight if op.name == "linear" else _by_rows(weight))
-    _multiply(made.steps, out, x, matrix)
-    if bias is not None:
-        made.emit(Op.ADD, out, out, made.source(bias))
-
-
-def _multiply(steps: list[Step], out: torch.Tensor, x: torch.Tensor, weight: Matrix) -> None:
-    """Joins an earlier product of the same input, unless something has written to that since."""
-    if not weight.values.is_contiguous():
-        raise NotRecorded("it multiplies by a view of a weight")
-    for step in reversed(steps):
-        if step.op is Op.PRODUCT and _same(step.sources[0], x) and step.weights[0].values.dtype is weight.values.dtype:
-            step.outs.append(out)
-            step.weights.append(weight)
-            return
-        if any(memory(o) == memory(x) for o in step.outs):
-            break
-    steps.append(Step(Op.PRODUCT, [out], (x,), [weight]))
-
-
-def _by_rows(weight: torch.Tensor) -> torch.Tensor:
-    """[width, rows] as [rows, width] with each row in one piece. A parameter that is stored the other way (Conv1D) is laid out anew, in
-    place: its shape and values stay, and the modules go on using it."""
-    if isinstance(weight, torch.nn.Parameter) and not weight.t().is_contiguous():
-        weight.data = weight.data.t().contiguous().t()
-    return weight.detach().t()
-
-
-def _is_view(op: Ran) -> bool:
-    """Whether all its results lie in its first argument's memory, unchanged."""
-    returns = op.func._schema.returns
-    return all(r.alias_info is not None and not r.alias_info.is_write for r in returns) and bool(returns)
-
-
-def _same(a: Any, b: torch.Tensor) -> bool:
-    """Two shadows of the same elements."""
-    if not isinstance(a, torch.Tensor) or memory(a) != memory(b):
-        return False
-    return (a.storage_offset(), a.numel(), a.shape[-1]) == (b.storage_offset(), b.numel(), b.shape[-1])
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:

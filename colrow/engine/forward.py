@@ -47,8 +47,9 @@ class Forward:
         return (out.logits if every else out.logits[:, -1]), self._past(out)
 
     def at(self, ids: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
-        """The last logits [rows, columns] of `ids` [rows, new tokens] at `positions`, said expressly."""
-        arguments = {"input_ids": ids, "position_ids": positions, str(self._cache_arg): past, "use_cache": True, **self._keep}
+        """The last logits [rows, columns] of `ids` [rows, new tokens] at `positions`, said expressly where the model takes them."""
+        said = {"position_ids": positions} if self.takes_positions else {}
+        arguments = {"input_ids": ids, **said, str(self._cache_arg): past, "use_cache": True, **self._keep}
         return self._run(arguments).logits[:, -1]
 
     def _run(self, arguments: dict[str, Any]) -> Any:

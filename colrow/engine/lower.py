@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from ..kernels.library import Op
-from .recorded import NotRecorded, Ran
+from .choosing import CHOOSING
 from .steps import Source, Step, Steps
+from .tape import NotRecorded, Ran
 
 _UNARY = {
     "neg": Op.NEG,
@@ -26,17 +27,23 @@ _UNARY = {
     "clone": Op.COPY,
     "_to_copy": Op.COPY,
     "contiguous": Op.COPY,
+    "bitwise_not": Op.NOT,
+    "logical_not": Op.NOT,
 }
+_REDUCTIONS = {"mean": Op.MEAN, "sum": Op.SUM, "amax": Op.MAX}
+FEW = 64  # rows that are added one by one
 _BINARY = {"add": Op.ADD, "sub": Op.SUB, "mul": Op.MUL, "div": Op.DIV, "maximum": Op.MAXIMUM, "minimum": Op.MINIMUM, "rsub": Op.SUB}
 
 
 def lower(made: Steps, op: Ran) -> None:
     """Adds what the op does. In-place ops write to their shadow."""
     name = op.name.rstrip("_") if op.func._schema.is_mutable else op.name
-    if name in ("cat", "stack"):
+    if name in CHOOSING:
+        CHOOSING[name](made, op)
+    elif name in ("cat", "stack"):
         _cat(made, op, name == "stack")
-    elif name in ("mean", "sum"):
-        _along_last(made, op, Op.MEAN if name == "mean" else Op.SUM)
+    elif name in _REDUCTIONS:
+        _along_one(made, op, _REDUCTIONS[name])
     elif name == "native_layer_norm":
         _layer_norm(made, op)
     elif name == "_fused_rms_norm":
@@ -53,6 +60,10 @@ def _elementwise(made: Steps, name: str, op: Ran) -> None:
     a, b = ([*map(made.source, op.args), 0.0])[:2] if op.args[1:2] != (None,) else (made.source(op.args[0]), 0.0)
     if name == "copy":
         made.emit(Op.COPY, out, b)
+    elif name == "_to_copy" and (becomes := op.outputs[0].dtype) != op.args[0].dtype and not becomes.is_floating_point:
+        if becomes is not torch.bool:
+            raise NotRecorded(f"it makes {becomes} of {op.args[0].dtype}")
+        made.emit(Op.TRUTH, out, a)
     elif name in _UNARY:
         made.emit(_UNARY[name], out, a)
     elif name == "gelu":
@@ -98,13 +109,21 @@ def _cat(made: Steps, op: Ran, stack: bool) -> None:
         at += size
 
 
-def _along_last(made: Steps, op: Ran, which: Op) -> None:
+def _along_one(made: Steps, op: Ran, which: Op) -> None:
     x, out = made.shadow(op.args[0]), made.new(op.outputs[0])
     dims = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
-    if dims is None or [d % x.dim() for d in dims] != [x.dim() - 1]:
+    if dims is None or len(dims) != 1:
         raise NotRecorded(f"it has a {op.name} along dims {dims}")
-    keeps = op.args[2] if len(op.args) > 2 else op.kwargs.get("keepdim", False)
-    made.steps.append(Step(which, [out if keeps else out.unsqueeze(-1)], (x,)))
+    dim = dims[0] % x.dim()
+    out = out if (op.args[2] if len(op.args) > 2 else op.kwargs.get("keepdim", False)) else out.unsqueeze(dim)
+    if dim == x.dim() - 1:
+        made.steps.append(Step(which, [out], (x,)))
+    elif which is Op.SUM and 0 < x.shape[dim] <= FEW:  # whole rows at a time
+        made.emit(Op.COPY, out, x.narrow(dim, 0, 1))
+        for at in range(1, x.shape[dim]):
+            made.emit(Op.ADD, out, out, x.narrow(dim, at, 1))
+    else:
+        made.steps.append(Step(which, [out.transpose(dim, -1)], (x.transpose(dim, -1),)))
 
 
 def _mean(made: Steps, x: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ..errors import RankError
 from ..kernels import library as c
 from ..kernels.library import Op
 from .arena import Arena
+from .coded import DTYPES, code
 from .compiled import Compiled
 from .slots import Slot
 
@@ -36,27 +37,43 @@ class Program:
     def __init__(self, compiled: Compiled, group: Group, dtype: torch.dtype, threads: int = 1) -> None:
         self._compiled, self._group, self.dtype = compiled, group, dtype
         self._arena = Arena(compiled)
-        self.code, self._keep = self._arena.code(compiled, dtype)
-        self._sums = [(step.entry, ctypes.cast(at.more, ctypes.POINTER(c.Sum)).contents) for step, at in self._reductions()]
+        self.code, self._keep = code(compiled, self._arena, dtype)
+        self._sums = self._all(Op.REDUCE, c.Sum)
+        self._routers = [router for choice, router in self._all(Op.TOPK, c.TopK) if choice.routes]
         self._library = c.library()
         shm = group.transport if isinstance(group.transport, ShmTransport) else None
         handle, functions = shm.raw() if shm is not None else (None, (None, None))
         self._shm = shm
-        payload = c.Dtype.BF16 if dtype is torch.bfloat16 else c.Dtype.F32
-        self._handle = self._library.kp_open(self.code, len(self.code), threads, payload, handle, *functions)
+        self._handle = self._library.kp_open(self.code, len(self.code), threads, DTYPES[dtype], handle, *functions)
         if not self._handle:
             raise MemoryError("no memory for a program")
         self._arenas: list[torch.Tensor] = []
         self._rows = (c.Row * ROWS)()
         self._widths = [entry.x.numel() for entry, _ in self._sums]
 
-    def _reductions(self) -> list[tuple[Any, Any]]:
-        return [(step, at) for step, at in zip(self._compiled.steps, self.code, strict=True) if step.op is Op.REDUCE]
+    def _all(self, op: Op, kind: Any) -> list[tuple[Any, Any]]:
+        """Of the steps of one kind what was recorded, and what C has of it."""
+        pairs = zip(self._compiled.steps, self.code, strict=True)
+        return [(step.entry, ctypes.cast(at.more, ctypes.POINTER(kind)).contents) for step, at in pairs if step.op is op]
 
     def run(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
         """The scores [rows, columns] after one more token of each slot, in float32. A collective of all ranks, which pass as many."""
         parts = [self._run(tokens[at : at + ROWS], slots[at : at + ROWS]) for at in range(0, len(tokens), ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def run_as(self, chosen: Sequence[torch.Tensor], token: int, slot: Slot) -> tuple[torch.Tensor, float]:
+        """As `run` of one row, but that the routers choose as the modules' did: `chosen` has their places, in order. With it the most that
+        such a choice gives away, in parts of the largest score; infinity where there were other choices than the program has."""
+        if [places.numel() for places in chosen] != [router.lines * router.k for router in self._routers]:
+            return self.run([token], [slot]), float("inf")
+        forced = [(ctypes.c_int64 * places.numel())(*places.flatten().tolist()) for places in chosen]
+        for router, places in zip(self._routers, forced, strict=True):
+            router.forced, router.gap = places, 0.0
+        try:
+            return self.run([token], [slot]), max((router.gap for router in self._routers), default=0.0)
+        finally:
+            for router in self._routers:
+                router.forced = None
 
     @torch.inference_mode()
     def _run(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
@@ -127,7 +144,7 @@ class Program:
     def _sum(self, at: int, rows: int) -> None:
         """Makes the sum at instruction `at`, of which C has written this rank's part."""
         step = self._compiled.steps[at]
-        count, kind = rows * step.entry.x.numel(), ctypes.c_uint16 if self.dtype is torch.bfloat16 else ctypes.c_float
+        count, kind = rows * step.entry.x.numel(), ctypes.c_float if self.dtype is torch.float32 else ctypes.c_uint16
         place = (kind * count).from_address(self._library.kp_payload(self._handle))
         payload = torch.frombuffer(place, dtype=self.dtype, count=count)
         collectives.all_reduce(payload, self._group, step.entry.name, inplace=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..kernels.library import Op
-from .recorded import NotRecorded, Ran
+from .tape import NotRecorded, Ran
 
 CONSTANT_ROOM = 1 << 22  # elements of one constant that is copied to float32
 
@@ -30,16 +30,51 @@ Source = torch.Tensor | Constant | float
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [rows, width], each row in one piece; int8 with its scales [rows, groups]."""
+    """A weight [rows, width], each row in one piece; int8 with its scales [rows, groups]. Or many of them, one after the other."""
 
     values: torch.Tensor
     scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
+class Picked:
+    """Matrices of `weight` [many, a, b] that a router picked; `places`: the recorded tensor that says which."""
+
+    weight: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Attention of one position as ATTEND does it (kernels/attend.h says what the fields are)."""
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int
+    latent: int
+    kv_of: tuple[int, ...]
+    scale: float
+    softcap: float
+    sinks: torch.Tensor | None = None
+    slopes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The `k` largest of `n`. `routes`: their places matter, as a router's do."""
+
+    n: int
+    k: int
+    routes: bool
+
+
+@dataclass(frozen=True)
 class Step:
-    """One instruction. `weights` (of a product): one for each of `outs`; `entry`: what was recorded, for
-    attention and sums."""
+    """One instruction. `weights` (of a product): one for each of `outs`. `entry`: Heads of attention, a Choice, what was recorded of a sum,
+    the slots of experts, the shape of what is taken from or scattered to."""
 
     op: Op
     outs: list[torch.Tensor]
@@ -56,6 +91,8 @@ class Steps:
         self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.depends = light
         self.int8: dict[int, Matrix] = {}  # weights that the modules made of int8 numbers, by recorded tensor
+        self.picked: dict[int, Picked] = {}  # by recorded tensor, too
+        self.symbols: dict[int, Any] = {}  # what attended.py knows of recorded tensors that no shadow stands for
         self._shadows: dict[int, torch.Tensor] = {}
         self._constants: dict[int, Constant] = {}
 

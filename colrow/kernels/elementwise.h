@@ -6,8 +6,6 @@
 #ifndef COLROW_ELEMENTWISE_H
 #define COLROW_ELEMENTWISE_H
 
-#include <math.h>
-
 #include "vector.h"
 
 enum { DIMS = 4 };
@@ -20,10 +18,10 @@ typedef struct {
 } Operand;
 
 enum {
-    COPY, NEG, EXP, RSQRT, SQRT, RECIPROCAL, SQUARE, SIGMOID, SILU, TANH, RELU, GELU, GELU_TANH, ABS, UNARY_END, /* out = f(a) */
-    ADD, SUB, MUL, DIV, MAXIMUM, MINIMUM, BINARY_END,                                                            /* out = f(a, b) */
-    MEAN, SUM, REDUCTION_END,                                                            /* out = f(a) along the last dim of `shape` */
-    PRODUCT, ATTEND, REDUCE
+    COPY, NEG, EXP, RSQRT, SQRT, RECIPROCAL, SQUARE, SIGMOID, SILU, TANH, RELU, GELU, GELU_TANH, ABS, TRUTH, NOT, UNARY_END, /* out = f(a) */
+    ADD, SUB, MUL, DIV, MAXIMUM, MINIMUM, FILL, BINARY_END,           /* out = f(a, b); FILL: c's number where b is not 0, else a */
+    MEAN, SUM, MAX, REDUCTION_END,                                    /* out = f(a) along the last dim of `shape` */
+    PRODUCT, EXPERTS, ATTEND, TOPK, TAKE, SCATTER, REDUCE
 };
 
 INLINE float sigmoid(float x) { return 1 / (1 + exponential(-x)); }
@@ -44,7 +42,7 @@ enum { PIECE = 256 };
         }                                             \
         break;
 
-SIMD static void piece(int op, float *out, const float *a, const float *b, int64_t n) {
+SIMD static void piece(int op, float *out, const float *a, const float *b, float number, int64_t n) {
     switch (op) {
         EACH(COPY, x)
         EACH(NEG, -x)
@@ -60,12 +58,15 @@ SIMD static void piece(int op, float *out, const float *a, const float *b, int64
         EACH(GELU, gelu(x))
         EACH(GELU_TANH, gelu_tanh(x))
         EACH(ABS, fabsf(x))
+        EACH(TRUTH, x != 0)
+        EACH(NOT, x == 0)
         EACH(ADD, x + y)
         EACH(SUB, x - y)
         EACH(MUL, x * y)
         EACH(DIV, x / y)
         EACH(MAXIMUM, x > y || x != x ? x : y)
         EACH(MINIMUM, x < y || x != x ? x : y)
+        EACH(FILL, y != 0 ? number : x)
     }
 }
 
@@ -76,16 +77,22 @@ INLINE const float *gathered(const float *from, int64_t stride, float *room, int
     return room;
 }
 
-static void line(int op, float *out, int64_t so, const float *a, int64_t sa, const float *b, int64_t sb, int64_t n) {
+static void line(int op, float *out, int64_t so, const float *a, int64_t sa, const float *b, int64_t sb, float number, int64_t n) {
     float rooms[3][PIECE];
     for (int64_t at = 0; at < n; at += PIECE) {
         const int64_t count = n - at < PIECE ? n - at : PIECE;
         const float *x = gathered(a + at * sa, sa, rooms[0], count), *y = op < UNARY_END ? x : gathered(b + at * sb, sb, rooms[1], count);
         float *to = so == 1 ? out + at : rooms[2];
-        piece(op, to, x, y, count);
+        piece(op, to, x, y, number, count);
         if (so != 1)
             for (int64_t i = 0; i < count; i++) out[(at + i) * so] = to[i];
     }
+}
+
+static float largest_of(const float *a, int64_t sa, int64_t n) {
+    float found = a[0];
+    for (int64_t i = 1; i < n; i++) found = a[i * sa] > found || a[i * sa] != a[i * sa] ? a[i * sa] : found;
+    return found;
 }
 
 SIMD static float sum_of(const float *a, int64_t sa, int64_t n) {
@@ -105,7 +112,7 @@ INLINE float *place(const Operand *operand, float *arena) {
 }
 
 /* out, a and b have the dims of `shape`; strides of 0 where an operand is broadcast, and where a reduction's result has no such dim. */
-static void elementwise(int op, const int64_t *shape, const Operand *out, const Operand *a, const Operand *b, float *arena) {
+static void elementwise(int op, const int64_t *shape, const Operand *out, const Operand *a, const Operand *b, float filler, float *arena) {
     const float number = (float)b->number;
     const float *from_b = b->kind == NUMBER ? &number : place(b, arena), *from_a = place(a, arena);
     float *to = place(out, arena);
@@ -114,7 +121,8 @@ static void elementwise(int op, const int64_t *shape, const Operand *out, const 
         for (int64_t j = 0; j < shape[1]; j++)
             for (int64_t k = 0; k < shape[2]; k++) {
 #define AT(p, o) (p + i * o->stride[0] + j * o->stride[1] + k * o->stride[2])
-                if (op < BINARY_END) line(op, AT(to, out), so, AT(from_a, a), sa, AT(from_b, b), sb, n);
+                if (op < BINARY_END) line(op, AT(to, out), so, AT(from_a, a), sa, AT(from_b, b), sb, filler, n);
+                else if (op == MAX) *AT(to, out) = largest_of(AT(from_a, a), sa, n);
                 else {
                     const float sum = sum_of(AT(from_a, a), sa, n);
                     *AT(to, out) = op == MEAN ? sum / (float)n : sum;

@@ -1,6 +1,6 @@
 """The C library of kernels/ as ctypes sees it: its structures, the numbers of its operations, its functions.
 
-Every class here mirrors the struct of the same name in program.c, product.h, attend.h or elementwise.h: keep both alike.
+Every class here mirrors the struct of the same name in a C file beside it: keep both alike.
 """
 
 from __future__ import annotations
@@ -32,17 +32,25 @@ class Op(enum.IntEnum):
     GELU = 11
     GELU_TANH = 12
     ABS = 13
-    ADD = 15
-    SUB = 16
-    MUL = 17
-    DIV = 18
-    MAXIMUM = 19
-    MINIMUM = 20
-    MEAN = 22
-    SUM = 23
-    PRODUCT = 25
-    ATTEND = 26
-    REDUCE = 27
+    TRUTH = 14
+    NOT = 15
+    ADD = 17
+    SUB = 18
+    MUL = 19
+    DIV = 20
+    MAXIMUM = 21
+    MINIMUM = 22
+    FILL = 23
+    MEAN = 25
+    SUM = 26
+    MAX = 27
+    PRODUCT = 29
+    EXPERTS = 30
+    ATTEND = 31
+    TOPK = 32
+    TAKE = 33
+    SCATTER = 34
+    REDUCE = 35
 
 
 class Kind(enum.IntEnum):
@@ -54,11 +62,12 @@ class Kind(enum.IntEnum):
 
 
 class Dtype(enum.IntEnum):
-    """Of weights and caches. The first two are also the payload's in comm/shm.h."""
+    """Of weights and caches. The first three are also the payload's in comm/shm.h."""
 
     F32 = 0
     BF16 = 1
-    INT8 = 2
+    F16 = 2
+    INT8 = 3
 
 
 class Operand(ctypes.Structure):
@@ -85,6 +94,24 @@ class Weights(ctypes.Structure):
     _fields_ = (("dtype", c_int64), ("width", c_int64), ("count", c_int64), ("blocks", ctypes.POINTER(Block)))
 
 
+class Experts(ctypes.Structure):
+    _fields_ = (
+        ("dtype", c_int64),
+        ("width", c_int64),
+        ("rows", c_int64),
+        ("slots", c_int64),
+        ("experts", c_int64),
+        ("weight", c_void_p),
+        ("scale", c_void_p),
+        ("stride", c_int64),
+        ("scale_stride", c_int64),
+    )
+
+
+class TopK(ctypes.Structure):
+    _fields_ = (("lines", c_int64), ("n", c_int64), ("k", c_int64), ("forced", ctypes.POINTER(c_int64)), ("gap", c_float))
+
+
 class Attention(ctypes.Structure):
     _fields_ = (
         ("layer", c_int64),
@@ -93,7 +120,10 @@ class Attention(ctypes.Structure):
         ("head_dim", c_int64),
         ("value_dim", c_int64),
         ("window", c_int64),
+        ("latent", c_int64),
         ("kv_of", ctypes.POINTER(c_int64)),
+        ("sinks", ctypes.POINTER(c_float)),
+        ("slopes", ctypes.POINTER(c_float)),
         ("scale", c_float),
         ("softcap", c_float),
         ("dtype", c_int64),

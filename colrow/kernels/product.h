@@ -4,7 +4,7 @@
  * accumulators, which are added at the end. So a column's results are the same bits alone and in any company. Four columns share a reading
  * of two rows; the next four find those in the cache.
  *
- * Weights are float32, bfloat16, or int8 with a scale for each GROUP of a row. Where the processor multiplies pairs of bfloat16 itself, the
+ * Weights are float32, bfloat16, float16, or int8 with a scale for each GROUP of a row. Where the processor multiplies pairs of bfloat16 itself, the
  * columns are rounded to bfloat16 first, as the modules round them; elsewhere all arithmetic is in float32.
  */
 #ifndef COLROW_PRODUCT_H
@@ -23,6 +23,7 @@ enum { STEP = 2 * LANES, COLUMNS = 4, AHEAD = 4096 };
 INLINE Floats load_weights(const void *w, const float *scale, int dtype, int64_t at) {
     if (dtype == F32) return load_f32((const float *)w + at);
     if (dtype == BF16) return load_bf16((const uint16_t *)w + at);
+    if (dtype == F16) return load_f16((const uint16_t *)w + at);
     return load_int8((const int8_t *)w + at) * (scale[at / GROUP] + (Floats){0});
 }
 
@@ -30,8 +31,7 @@ INLINE Floats load_weights(const void *w, const float *scale, int dtype, int64_t
 INLINE Floats load_rest(const void *w, const float *scale, int dtype, int64_t at, int64_t n) {
     float rest[LANES] = {0};
     for (int64_t i = at; i < n && i < at + LANES; i++)
-        rest[i - at] = dtype == F32 ? ((const float *)w)[i] : dtype == BF16 ? from_bf16(((const uint16_t *)w)[i])
-                                                                            : (float)((const int8_t *)w)[i] * scale[i / GROUP];
+        rest[i - at] = dtype == INT8 ? (float)((const int8_t *)w)[i] * scale[i / GROUP] : get(w, dtype, i);
     return load_f32(rest);
 }
 
@@ -39,7 +39,7 @@ INLINE Floats load_rest(const void *w, const float *scale, int dtype, int64_t at
  * registers. Columns have zeros up to a multiple of 64. */
 INLINE void tile(const Block *block, int64_t row, int dtype, int64_t n, const float *x, int64_t width, int R, int C, int wanted,
                  float *const *y) {
-    const int64_t unit = dtype == F32 ? 4 : dtype == BF16 ? 2 : 1, groups = (n + GROUP - 1) / GROUP, even = n / STEP * STEP;
+    const int64_t unit = dtype == F32 ? 4 : dtype == INT8 ? 1 : 2, groups = (n + GROUP - 1) / GROUP, even = n / STEP * STEP;
     const int64_t ahead = R == 1 ? AHEAD : R * n * unit; /* in a row's own stream, or in the next two rows */
     Floats sum[2][COLUMNS][2];
     const char *w[2];
@@ -97,6 +97,7 @@ INLINE void tile(const Block *block, int64_t row, int dtype, int64_t n, const fl
 
 PLAIN(product_f32, F32)
 PLAIN(product_bf16, BF16)
+PLAIN(product_f16, F16)
 PLAIN(product_int8, INT8)
 
 typedef void Product(const Block *, int64_t first, int64_t last, int64_t n, const void *x, int64_t width, int columns, float *const *y);

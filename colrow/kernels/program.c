@@ -6,8 +6,7 @@
  */
 #define _GNU_SOURCE
 #include "attend.h"
-#include "pool.h"
-#include "product.h"
+#include "multiply.h"
 
 #ifndef COLROW_DIGEST
 #define COLROW_DIGEST "unknown"
@@ -20,13 +19,8 @@ enum { ROWS_MAX = 64 };
 typedef struct {
     int64_t op, shape[DIMS];
     Operand out, a, b, c;
-    void *more; /* Weights, Attention or Sum */
+    void *more; /* Weights, Experts, Attention, TopK or Sum */
 } Instruction;
-
-typedef struct {
-    int64_t dtype, width, count;
-    Block *blocks;
-} Weights;
 
 typedef struct {
     int64_t count, site, calls, moved;
@@ -40,71 +34,14 @@ typedef struct {
     const Instruction *code;
     int64_t count;
     Pool *pool;
-    int64_t payload_dtype; /* of sums: F32 or BF16 */
+    int64_t payload_dtype; /* of sums */
     void *group;           /* comm/shm.h's Group, whose first field is the seconds waited; NULL: the caller adds */
     AllReduce *all_reduce;
     Buffer *buffer;
-    char *payload, *sent, *columns; /* sums; where they were sent from; columns of a product, as it wants them */
-    int64_t room, columns_room;
+    char *payload, *sent; /* sums; where they were sent from */
+    int64_t room;
+    Room rooms[ROOMS];
 } Program;
-
-/* ---- Products ---- */
-
-typedef struct {
-    const Weights *weights;
-    Product *product;
-    const void *columns;
-    int64_t width;
-    int rows;
-    float *const *arenas;
-} Task;
-
-/* Each part gets the same share of every block's rows, in whole lines of results, so that two do not write to one. */
-static void multiply(void *what, int part, int parts) {
-    const Task *task = what;
-    for (int64_t i = 0; i < task->weights->count; i++) {
-        const Block *block = &task->weights->blocks[i];
-        const int64_t share = (block->rows + parts - 1) / parts, whole = (share + LANES - 1) / LANES * LANES;
-        const int64_t first = part * whole < block->rows ? part * whole : block->rows, last = first + whole < block->rows ? first + whole : block->rows;
-        task->product(block, first, last, task->weights->width, task->columns, task->width, task->rows, task->arenas);
-    }
-}
-
-static void pack_bf16(uint16_t *to, const float *from, int64_t n) {
-    for (int64_t i = 0; i < n; i++) to[i] = to_bf16(from[i]);
-}
-
-static int product(Program *p, const Instruction *at, const Row *rows, int count, int pairs) {
-    const Weights *weights = at->more;
-    const int64_t n = weights->width, width = (n + 63) / 64 * 64;
-    const int halves = weights->dtype == BF16 && pairs;
-    const int padded = (count + COLUMNS - 1) / COLUMNS * COLUMNS;
-    float *arenas[ROWS_MAX];
-    if (p->columns_room < padded * width) {
-        free(p->columns);
-        p->columns = aligned_alloc(64, (size_t)(padded * width) * sizeof(float));
-        if (!p->columns) return 1;
-        memset(p->columns, 0, (size_t)(padded * width) * sizeof(float));
-        p->columns_room = padded * width;
-    }
-    for (int r = 0; r < count; r++) {
-        const float *x = place(&at->a, rows[r].arena);
-        arenas[r] = rows[r].arena;
-        if (halves) {
-            uint16_t *column = (uint16_t *)p->columns + r * width;
-            pack_bf16(column, x, n);
-            memset(column + n, 0, (size_t)(width - n) * sizeof *column);
-        } else {
-            float *column = (float *)p->columns + r * width;
-            memcpy(column, x, (size_t)n * sizeof *column);
-            memset(column + n, 0, (size_t)(width - n) * sizeof *column);
-        }
-    }
-    Product *kind = halves ? product_pairs : weights->dtype == BF16 ? product_bf16 : weights->dtype == F32 ? product_f32 : product_int8;
-    Task task = {weights, kind, p->columns, width, count, arenas};
-    share_out(p->pool, multiply, &task);
-    return 0;
-}
 
 /* ---- Sums over ranks ---- */
 
@@ -112,17 +49,6 @@ static double now(clockid_t clock) {
     struct timespec t;
     clock_gettime(clock, &t);
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
-}
-
-static void write_payload(const Program *p, char *to, const float *from, int64_t at, int64_t n) {
-    if (p->payload_dtype == F32) memcpy((float *)to + at, from, (size_t)n * sizeof *from);
-    else pack_bf16((uint16_t *)to + at, from, n);
-}
-
-static void read_payload(const Program *p, float *to, int64_t at, int64_t n) {
-    if (p->payload_dtype == F32) memcpy(to, (const float *)p->payload + at, (size_t)n * sizeof *to);
-    else
-        for (int64_t i = 0; i < n; i++) to[i] = from_bf16(((const uint16_t *)p->payload)[at + i]);
 }
 
 /* 0, or why the run stops here. `resumed`: it stopped here before. */
@@ -138,7 +64,7 @@ static int64_t reduce(Program *p, const Instruction *at, const Row *rows, int co
         }
         char *slot = p->group ? p->buffer(p->group, (uint64_t)bytes) : NULL;
         p->sent = slot ? slot : p->payload;
-        for (int r = 0; r < count; r++) write_payload(p, p->sent, place(&at->a, rows[r].arena), r * n, n);
+        for (int r = 0; r < count; r++) put(p->sent, (int)p->payload_dtype, r * n, place(&at->a, rows[r].arena), n);
     }
     if (p->group) {
         const double begun = now(CLOCK_MONOTONIC), waited = *(const double *)p->group;
@@ -150,27 +76,40 @@ static int64_t reduce(Program *p, const Instruction *at, const Row *rows, int co
         sum->calls++;
         sum->ended = now(CLOCK_REALTIME);
     } else if (!resumed) return SUM_DUE;
-    for (int r = 0; r < count; r++) read_payload(p, place(&at->out, rows[r].arena), r * n, n);
+    for (int r = 0; r < count; r++) {
+        float *to = place(&at->out, rows[r].arena);
+        for (int64_t i = 0; i < n; i++) to[i] = get(p->payload, (int)p->payload_dtype, r * n + i);
+    }
     return 0;
 }
 
 /* ---- The run ---- */
 
+/* What is done for each sequence by itself. */
+static void one_row(const Instruction *now, const Row *row) {
+    float *arena = row->arena, *a = place(&now->a, arena), *b = place(&now->b, arena), *out = place(&now->out, arena);
+    switch (now->op) {
+    case ATTEND: attend(now->more, row, a, b, place(&now->c, arena), out); break;
+    case TOPK: topk(now->more, a, out, b); break;
+    case TAKE: take(now->shape, a, b, out); break;
+    case SCATTER: scatter(now->shape, (float)now->c.number, b, out); break;
+    default: elementwise((int)now->op, now->shape, &now->out, &now->a, &now->b, (float)now->c.number, arena);
+    }
+}
+
 /* From instruction `*at` on for `count` rows. 0 when all are done, else why it stopped at `*at`: call again with `resumed` 1. */
 API int64_t kp_run(Program *p, const Row *rows, int count, int64_t *at, int resumed) {
-    const int pairs = has_pairs();
+    float *arenas[ROWS_MAX];
+    for (int r = 0; r < count; r++) arenas[r] = rows[r].arena;
     for (; *at < p->count; ++*at, resumed = 0) {
         const Instruction *now = &p->code[*at];
         int64_t status = 0;
-        if (now->op < REDUCTION_END)
-            for (int r = 0; r < count; r++) elementwise((int)now->op, now->shape, &now->out, &now->a, &now->b, rows[r].arena);
-        else if (now->op == PRODUCT) status = product(p, now, rows, count, pairs) ? FAILED : 0;
-        else if (now->op == ATTEND)
-            for (int r = 0; r < count; r++) {
-                float *arena = rows[r].arena;
-                attend(now->more, &rows[r], place(&now->a, arena), place(&now->b, arena), place(&now->c, arena), place(&now->out, arena));
-            }
-        else status = reduce(p, now, rows, count, resumed);
+        if (now->op == PRODUCT) status = multiply_all(p->rooms, p->pool, now->more, &now->a, arenas, count) ? FAILED : 0;
+        else if (now->op == EXPERTS)
+            status = multiply_chosen(p->rooms, p->pool, now->more, &now->a, &now->b, &now->out, arenas, count) ? FAILED : 0;
+        else if (now->op == REDUCE) status = reduce(p, now, rows, count, resumed);
+        else
+            for (int r = 0; r < count; r++) one_row(now, &rows[r]);
         if (status) return status;
     }
     return 0;
@@ -196,6 +135,6 @@ API Program *kp_open(const Instruction *code, int64_t count, int threads, int pa
 API void kp_close(Program *p) {
     close_pool(p->pool);
     free(p->payload);
-    free(p->columns);
+    for (int i = 0; i < ROOMS; i++) free(p->rooms[i].at);
     free(p);
 }

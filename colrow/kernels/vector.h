@@ -6,6 +6,7 @@
 #ifndef COLROW_VECTOR_H
 #define COLROW_VECTOR_H
 
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -31,7 +32,7 @@ typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef int16_t Shorts __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
-enum { F32, BF16, INT8 }; /* how weights and caches are stored */
+enum { F32, BF16, F16, INT8 }; /* how weights and caches are stored; caches and sums: one of the first three */
 enum { GROUP = 64 };      /* int8 weights that share a scale */
 
 INLINE Floats load_f32(const float *at) {
@@ -44,6 +45,14 @@ INLINE Floats load_bf16(const uint16_t *at) {
     Halves h;
     memcpy(&h, at, sizeof h);
     return (Floats)(__builtin_convertvector(h, Words) << 16);
+}
+
+/* The exponent is moved by a multiplication, which is right for numbers below the smallest normal one too, not for infinities. */
+INLINE Floats load_f16(const uint16_t *at) {
+    Halves h;
+    memcpy(&h, at, sizeof h);
+    const Words w = __builtin_convertvector(h, Words);
+    return (Floats)((w & 0x7fff) << 13 | (w & 0x8000) << 16) * 0x1p112f;
 }
 
 INLINE Floats load_int8(const int8_t *at) {
@@ -73,6 +82,47 @@ INLINE uint16_t to_bf16(float value) { /* to nearest, ties to even, as torch rou
     memcpy(&bits, &value, 4);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+INLINE float from_f16(uint16_t value) {
+    const uint32_t bits = (uint32_t)(value & 0x7fff) << 13 | (uint32_t)(value & 0x8000) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    f *= 0x1p112f;
+    return (value & 0x7c00) == 0x7c00 ? (value & 0x3ff ? NAN : value & 0x8000 ? -INFINITY : INFINITY) : f;
+}
+
+INLINE uint16_t to_f16(float value) { /* to nearest, ties to even */
+    uint32_t bits, sign;
+    memcpy(&bits, &value, 4);
+    sign = bits >> 16 & 0x8000, bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return 0x7e00;
+    if (bits >= 0x47800000) return (uint16_t)(sign | 0x7c00);
+    if (bits < 0x38800000) { /* below the smallest normal number: the addition rounds */
+        float f;
+        memcpy(&f, &bits, 4);
+        f += 0.5f;
+        memcpy(&bits, &f, 4);
+        return (uint16_t)(sign | (bits - 0x3f000000));
+    }
+    return (uint16_t)(sign | (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+/* Numbers of a cache or of a sum. */
+INLINE float get(const void *from, int dtype, int64_t at) {
+    return dtype == F32 ? ((const float *)from)[at] : (dtype == BF16 ? from_bf16 : from_f16)(((const uint16_t *)from)[at]);
+}
+
+INLINE void put(void *to, int dtype, int64_t at, const float *from, int64_t n) {
+    if (dtype == F32) memcpy((float *)to + at, from, (size_t)n * sizeof *from);
+    else if (dtype == BF16)
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[at + i] = to_bf16(from[i]);
+    else
+        for (int64_t i = 0; i < n; i++) ((uint16_t *)to)[at + i] = to_f16(from[i]);
+}
+
+INLINE Floats load(const void *from, int dtype, int64_t at) {
+    return dtype == F32 ? load_f32((const float *)from + at) : (dtype == BF16 ? load_bf16 : load_f16)((const uint16_t *)from + at);
 }
 
 /* e^x to 2 units in the last place, in plain arithmetic that vectorises. x = n ln 2 + r with |r| <= ln 2 / 2, and a polynomial for e^r. */

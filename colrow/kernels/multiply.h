@@ -1,0 +1,141 @@
+/* Products as jobs that threads share. A job is a matrix and the columns that it is multiplied by.
+ *
+ * PRODUCT: a few matrices, all for the same column of every sequence. EXPERTS: every sequence has a few slots with a column each, and says
+ * which of many matrices a slot is multiplied by; each matrix that is asked for is read once, whoever asks for it, the others are not read.
+ */
+#ifndef COLROW_MULTIPLY_H
+#define COLROW_MULTIPLY_H
+
+#include "choose.h"
+#include "elementwise.h"
+#include "pool.h"
+#include "product.h"
+
+typedef struct {
+    int64_t dtype, width, count;
+    Block *blocks;
+} Weights;
+
+typedef struct {
+    int64_t dtype, width, rows; /* of each matrix */
+    int64_t slots, experts;
+    const char *weight;
+    const float *scale;
+    int64_t stride, scale_stride; /* from matrix to matrix: bytes, floats */
+} Experts;
+
+typedef struct {
+    Block block;
+    const void *columns;
+    int count;
+    float *const *y; /* of each column: what the block's `out` counts from */
+} Job;
+
+typedef struct {
+    const Job *jobs;
+    int64_t count, n, width;
+    Product *product;
+} Task;
+
+/* Memory that is kept from product to product. */
+typedef struct {
+    void *at;
+    int64_t bytes;
+} Room;
+
+enum { COLUMN_ROOM, JOB_ROOM, RESULT_ROOM, ORDER_ROOM, ROOMS };
+
+static void *room(Room *room, int64_t bytes) {
+    if (room->bytes >= bytes) return room->at;
+    free(room->at);
+    room->bytes = (bytes + 63) / 64 * 64;
+    room->at = aligned_alloc(64, (size_t)room->bytes);
+    if (!room->at) room->bytes = 0;
+    else memset(room->at, 0, (size_t)room->bytes);
+    return room->at;
+}
+
+/* Each part gets the same share of every block's rows, in whole lines of results, so that two do not write to one. */
+static void multiply(void *what, int part, int parts) {
+    const Task *task = what;
+    for (int64_t i = 0; i < task->count; i++) {
+        const Job *job = &task->jobs[i];
+        const int64_t rows = job->block.rows, share = (rows + parts - 1) / parts, whole = (share + LANES - 1) / LANES * LANES;
+        const int64_t first = part * whole < rows ? part * whole : rows, last = first + whole < rows ? first + whole : rows;
+        task->product(&job->block, first, last, task->n, job->columns, task->width, job->count, job->y);
+    }
+}
+
+/* How columns are given to a product with weights of `dtype`, and which product it is. */
+typedef struct {
+    int64_t n, width, unit; /* numbers of a column; with zeros behind them; bytes of one */
+    Product *product;
+} Form;
+
+static Form form(int64_t dtype, int64_t n) {
+    static Product *const plain[] = {product_f32, product_bf16, product_f16, product_int8};
+    const int64_t width = (n + 63) / 64 * 64;
+    if (dtype == BF16 && has_pairs()) return (Form){n, width, 2, product_pairs};
+    return (Form){n, width, 4, plain[dtype]};
+}
+
+/* A product may read a few columns more than there are. */
+static void *columns_room(Room *rooms, const Form *form, int64_t count) {
+    return room(&rooms[COLUMN_ROOM], (count + COLUMNS - 1) * form->width * form->unit);
+}
+
+static void *column(void *columns, const Form *form, int64_t at) { return (char *)columns + at * form->width * form->unit; }
+
+static void pack(void *to, const Form *form, const float *from) {
+    put(to, form->unit == 2 ? BF16 : F32, 0, from, form->n);
+    memset((char *)to + form->n * form->unit, 0, (size_t)((form->width - form->n) * form->unit));
+}
+
+/* Both return 1 where there is no memory. */
+
+static int multiply_all(Room *rooms, Pool *pool, const Weights *weights, const Operand *x, float *const *arenas, int count) {
+    const Form made = form(weights->dtype, weights->width);
+    void *columns = columns_room(rooms, &made, count);
+    Job *jobs = room(&rooms[JOB_ROOM], weights->count * (int64_t)sizeof(Job));
+    if (!columns || !jobs) return 1;
+    for (int r = 0; r < count; r++) pack(column(columns, &made, r), &made, place(x, arenas[r]));
+    for (int64_t i = 0; i < weights->count; i++) jobs[i] = (Job){weights->blocks[i], columns, count, arenas};
+    Task task = {jobs, weights->count, made.n, made.width, made.product};
+    share_out(pool, multiply, &task);
+    return 0;
+}
+
+/* x [slots, width], where `stride[0]` says how far apart; chosen [slots]; out [slots, rows]. */
+static int multiply_chosen(Room *rooms, Pool *pool, const Experts *e, const Operand *x, const Operand *chosen, const Operand *out,
+                           float *const *arenas, int count) {
+    const Form made = form(e->dtype, e->width);
+    const int64_t pairs = e->slots * count;
+    void *columns = columns_room(rooms, &made, pairs);
+    Job *jobs = room(&rooms[JOB_ROOM], pairs * (int64_t)sizeof(Job));
+    float **y = room(&rooms[RESULT_ROOM], pairs * (int64_t)sizeof *y);
+    int64_t *start = room(&rooms[ORDER_ROOM], (e->experts + 1) * (int64_t)sizeof *start), many = 0;
+    if (!columns || !jobs || !y || !start) return 1;
+    memset(start, 0, (size_t)(e->experts + 1) * sizeof *start);
+#define EXPERT(r, s) inside(place(chosen, arenas[r])[s], e->experts)
+    for (int r = 0; r < count; r++)
+        for (int64_t s = 0; s < e->slots; s++) start[EXPERT(r, s) + 1]++;
+    for (int64_t i = 0; i < e->experts; i++) {
+        const int asked = (int)start[i + 1];
+        start[i + 1] += start[i];
+        if (!asked) continue;
+        const Block block = {e->weight + i * e->stride, e->scale ? e->scale + i * e->scale_stride : NULL, e->rows, 0};
+        jobs[many++] = (Job){block, column(columns, &made, start[i]), asked, y + start[i]};
+    }
+    for (int r = 0; r < count; r++)
+        for (int64_t s = 0; s < e->slots; s++) {
+            const int64_t at = start[EXPERT(r, s)]++;
+            pack(column(columns, &made, at), &made, place(x, arenas[r]) + s * x->stride[0]);
+            y[at] = place(out, arenas[r]) + s * e->rows;
+        }
+#undef EXPERT
+    Task task = {jobs, many, made.n, made.width, made.product};
+    share_out(pool, multiply, &task);
+    return 0;
+}
+
+#endif

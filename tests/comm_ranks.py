@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ def about(g: Group) -> dict[str, Any]:
         "cores": cores,
         "pid": os.getpid(),
     }
+
+
+def origin(g: Group) -> tuple[int, bool]:
+    """The process that started this rank, and whether it did so by forking: then both have one command line."""
+    parent = os.getppid()
+    return parent, Path("/proc/self/cmdline").read_bytes() == Path(f"/proc/{parent}/cmdline").read_bytes()
 
 
 def everything(g: Group) -> list[Any]:

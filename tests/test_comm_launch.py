@@ -87,6 +87,41 @@ def test_results_cores_and_threads() -> None:
 
 
 @pytest.mark.process
+def test_ranks_are_forked_from_one_process_unless_an_import_has_started_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "starts_a_thread.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for imports, forked in (("json", True), ("starts_a_thread", False)):
+        with Ranks(2, imports=(imports,)) as ranks:
+            (parent, first), (other, second) = ranks.run(comm_ranks.origin)
+            assert parent == other != os.getpid()
+            assert first == second == forked
+    assert not ranks_left()
+
+
+@pytest.mark.process
+def test_the_nursery_is_killed() -> None:
+    with Ranks(2) as ranks:
+        found = ranks.run(comm_ranks.about)
+        (nursery,) = ranks_left()
+        items = ranks.stream(comm_ranks.steps, (10**9,))
+        assert next(items) == (0, 0)
+        os.kill(nursery, signal.SIGKILL)
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            list(items)
+        assert all_gone([f["pid"] for f in found])
+
+
+@pytest.mark.process
+def test_an_import_that_fails_is_told() -> None:
+    with (
+        pytest.raises(RankError, match=r"rank 0 failed: ModuleNotFoundError: No module named 'no_such'"),
+        Ranks(2, imports=("no_such",)) as ranks,
+    ):
+        ranks.run(comm_ranks.about)
+    assert not ranks_left()
+
+
+@pytest.mark.process
 def test_several_jobs_and_a_stream_on_the_same_ranks() -> None:
     with Ranks(2, "gloo", imports=("json",)) as ranks:
         first = ranks.run(comm_ranks.about)
@@ -322,7 +357,7 @@ def test_ctrl_c_while_ranks_import() -> None:
     running = Program("waits", "gloo")
     everybody: list[int] = []
     until = time.monotonic() + 60
-    while len(everybody) < 4 and time.monotonic() < until:  # two ranks, their parent, and multiprocessing's resource tracker
+    while len(everybody) < 3 and time.monotonic() < until:  # the parent, the nursery, and multiprocessing's resource tracker
         time.sleep(0.02)
         everybody = session(running.process.pid)
     code, printed, _ = running.end("all", signal.SIGINT)

@@ -36,7 +36,9 @@ def folder(whole: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ranks() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    """Of the engine's processes those that the nursery has started."""
+    nurseries = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    return [rank for nursery in nurseries for rank in nursery.children()] or nurseries
 
 
 def test_answers_are_the_whole_models_and_requests_come_and_go(whole: Any, folder: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..comm import launch
+from ..comm.child import bring
 from ..comm.ranks import Ranks
 from ..errors import UserError
 from .interrupt import ending_at_once
@@ -100,7 +101,7 @@ def _ranks(size: int, backend: str, screen: Screen) -> Iterator[Stream]:
     """Ranks for one or several jobs: processes that are started now, those of torchrun, or for one rank this process."""
     if size == 1 or launch.under_torchrun():
         with ending_at_once(screen.clear):
-            import_module(f"{__package__}.run")
+            bring((f"{__package__}.run",))
         yield lambda fn, *args: launch.stream(fn, size, args, backend)
         return
     check_room(size)

@@ -1,6 +1,6 @@
-"""What one rank's process does, from its start to its end. The parent's side is ranks.py.
+"""What one rank's process does, from its start to its end. The parent's side is ranks.py; nursery.py is where the process begins.
 
-Only the standard library is imported at the top: signals, cores and threads are settled before torch is loaded.
+Only the standard library is imported at the top, so that threads can be settled before torch is loaded.
 
 A rank ends when its parent does, however that ends: a thread reads the pipe from the parent, whose end only the parent holds open, and ends
 the process when it breaks. The pipe carries the jobs too, so that ranks can start, import and connect before the first job is known.
@@ -8,6 +8,7 @@ the process when it breaks. The pipe carries the jobs too, so that ranks can sta
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
@@ -15,7 +16,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ Job = tuple[Any, tuple[Any, ...], bool]  # fn, args, whether rank 0 hands on wha
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank is told when it is started. `cores` () = not pinned. `stdin` of rank 0 is the parent's, of the others empty."""
+    """What a rank is told when it is started. `cores` () = not pinned. `imports`: modules that it has before its first job."""
 
     rank: int
     size: int
@@ -49,31 +50,44 @@ class Failure:
     of_peers: bool
 
 
-def main(start: Start, stdin: Connection | None, jobs: Connection, reports: Connection) -> None:
-    """Runs jobs until the parent says that there are no more. Never returns: the process ends here, with 0 unless a job failed."""
+def main(start: Start, port: int, stdin: Connection | None, jobs: Connection, reports: Connection) -> None:
+    """Runs jobs until the parent says that there are no more. `port`: of the store by which ranks find each other. Never returns: the
+    process ends here, with 0 unless a job failed."""
     code = 1
     try:
         inbox = _settle(start, stdin, jobs)
-        group = _connect(start, int(inbox.get() or 0))
-        for name in start.imports:
-            __import__(name)
+        bring(start.imports)
+        group = _connect(start, port)
         while (data := inbox.get()) is not None:
             _report(reports, "result", _run(pickle.loads(data), group, reports))
         group.close()
         code = 0
     except BaseException as error:  # the parent decides what to make of it
-        _report(reports, "failure", _failure(start, error))
-        threading.Event().wait(5.0)  # until the parent ends this process: peers must not see a lost connection before it has the reason
+        fail(start, reports, error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # without interpreter shutdown, in which threads of gloo may abort the process
 
 
+def bring(modules: Sequence[str]) -> None:
+    """Imports them without the garbage collector, which would look through hundreds of thousands of new objects again and again."""
+    gc.disable()
+    for name in modules:
+        __import__(name)
+    gc.enable()
+
+
+def fail(start: Start, reports: Connection, error: BaseException) -> None:
+    """Tells the parent, and waits until it ends this process: peers must not see a lost connection before it has the reason."""
+    _report(reports, "failure", _failure(start, error))
+    threading.Event().wait(5.0)
+
+
 def _settle(start: Start, stdin: Connection | None, jobs: Connection) -> queue.SimpleQueue[bytes | None]:
     """Signals, input, cores and threads; starts the thread that watches the parent and returns where it puts the jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_watch, args=(jobs, inbox), name="parent", daemon=True).start()
     if stdin is not None:
@@ -99,7 +113,7 @@ def _watch(jobs: Connection, inbox: queue.SimpleQueue[bytes | None]) -> None:
 
 
 def _connect(start: Start, port: int) -> Group:
-    """The group, by way of the store that the parent keeps on `port`. Gloo stays on the loopback interface unless told otherwise."""
+    """The group, by way of the store on `port`. Gloo stays on the loopback interface unless told otherwise."""
     from torch.distributed import TCPStore
 
     from . import dist

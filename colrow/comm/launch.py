@@ -4,9 +4,9 @@
     results = launch.run(fn, 2, (arg,))             # the same; in this process for one rank; in place under torchrun
     for item in launch.stream(fn, 2, (arg,)): ...   # what rank 0's fn yields, as it comes
 
-`fn` is at the top level of a module. Processes are spawned, never forked. Each rank has cores // ranks threads and is pinned to that many
-cores. Standard input and output of rank 0 are this process's. The first failing rank's error is raised, a UserError as it was; no process
-is left behind, also when this one is killed. See ranks.py for how, and for ranks that are kept for several jobs.
+`fn` is at the top level of a module. This process is never forked; the ranks are, from a new one. Each has cores // ranks threads and is
+pinned to that many cores. Standard input and output of rank 0 are this process's. The first failing rank's error is raised, a UserError as
+it was; no process is left behind, also when this one is killed. See ranks.py for how, and for ranks that are kept for several jobs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def spawn(fn: Callable[..., Any], size: int, args: Sequence[Any] = (), backend: str = "auto") -> list[Any]:
     """`fn(group, *args)` in `size` new processes; the results in rank order. `backend`: "auto", "shm", "gloo" or "nccl"."""
-    with Ranks(size, backend) as ranks:
+    with Ranks(size, backend, _module_of(fn)) as ranks:
         return ranks.run(fn, args)
 
 
@@ -51,8 +51,14 @@ def stream(fn: Callable[..., Iterator[Any]], size: int, args: Sequence[Any] = ()
     elif size == 1:
         yield from fn(_alone(backend), *args)
     else:
-        with Ranks(size, backend) as ranks:
+        with Ranks(size, backend, _module_of(fn)) as ranks:
             yield from ranks.stream(fn, args)
+
+
+def _module_of(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """What the ranks need for `fn`, so that it is imported once for all of them."""
+    name = getattr(fn, "__module__", None)
+    return (name,) if name and name != "__main__" else ()
 
 
 def under_torchrun() -> bool:

@@ -1,6 +1,6 @@
-"""Ranks as processes of this host, seen from the parent that starts, watches and ends them. The ranks' side is child.py.
+"""Ranks as processes of this host, seen from the parent that starts, watches and ends them. Their side is nursery.py, then child.py.
 
-    with Ranks(2) as ranks:                    # the processes start, import torch and connect in the background
+    with Ranks(2) as ranks:                    # the processes import torch and connect in the background
         results = ranks.run(fn, args)          # fn(group, *args) on every rank
         for item in ranks.stream(fn, args):    # what rank 0's fn yields, as it comes
 
@@ -22,16 +22,16 @@ from multiprocessing import connection, resource_tracker, spawn
 from typing import Any
 
 from ..errors import ColrowError, RankError, UserError
-from . import child
+from . import child, nursery
 
-GRACE = 3.0  # seconds from SIGTERM to SIGKILL
+GRACE = nursery.GRACE
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 NOT_GUARDED = 77  # exit code
 CAUSE = 0.5  # seconds in which a better explanation of a lost peer may come
 
 
 class Ranks:
-    """`size` processes that wait for jobs. `imports` are modules that they import while they wait. One job at a time. Jobs whose functions
+    """`size` processes that wait for jobs. `imports` are modules that they have by then. One job at a time. Jobs whose functions
     are not the program's own need no `main`: the ranks do not import the program's main module then."""
 
     def __init__(self, size: int, backend: str = "auto", imports: Sequence[str] = (), main: bool = True) -> None:
@@ -41,19 +41,15 @@ class Ranks:
         if getattr(multiprocessing.process.current_process(), "_inheriting", False):
             os._exit(NOT_GUARDED)  # this is a rank that imports the program; its parent tells what that code means
         self.size, self._open = size, True
-        self._processes: list[Any] = []
         self._jobs: list[connection.Connection] = []
         self._reports: list[connection.Connection] = []
-        self._ends: list[int] = []  # readable when the rank has ended
+        self._codes: dict[int, int] = {}  # the exit codes of ranks that have ended
+        self._ended, ended = multiprocessing.Pipe()
+        self._nursery: Any = None
         atexit.register(self.close)  # before multiprocessing's own, which would wait for the ranks
         try:
             with _sigint_held_back(), contextlib.nullcontext() if main else _main_left_alone():
-                for rank in range(size):
-                    self._start(rank, backend, tuple(imports))
-            from torch.distributed import TCPStore  # only now: the ranks load torch while this process does
-
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: the kernel finds a free one
-            self._send(str(self._store.port).encode())
+                self._start(backend, tuple(imports), ended)
         except BaseException:
             self.close(now=True)
             raise
@@ -86,18 +82,14 @@ class Ranks:
         atexit.unregister(self.close)
         if not now:
             self._send(b"")
-        until = time.monotonic() + GRACE
-        for signal_number in (None, signal.SIGTERM, signal.SIGKILL)[now:]:
-            for process in self._processes:
-                if signal_number is not None and process.is_alive():
-                    os.kill(process.pid, signal_number)
-            for process in self._processes:
-                process.join(max(until - time.monotonic(), 0.0) if signal_number != signal.SIGKILL else None)
-            until = time.monotonic() + GRACE
-        for pipe in (*self._jobs, *self._reports):
+        if self._nursery is not None and self._nursery.pid is not None:
+            self._nursery.join(0 if now else GRACE)
+            for end, patience in ((self._nursery.terminate, 2 * GRACE), (self._nursery.kill, None)):
+                if self._nursery.is_alive():
+                    end()
+                    self._nursery.join(patience)
+        for pipe in (*self._jobs, *self._reports, self._ended):
             pipe.close()
-        for end in self._ends:
-            os.close(end)
 
     def __enter__(self) -> Ranks:
         return self
@@ -107,22 +99,21 @@ class Ranks:
 
     # ---- starting and watching ----
 
-    def _start(self, rank: int, backend: str, imports: tuple[str, ...]) -> None:
+    def _start(self, backend: str, imports: tuple[str, ...], ended: connection.Connection) -> None:
         context = multiprocessing.get_context("spawn")
-        take_jobs, jobs = context.Pipe(duplex=False)
-        reports, give_reports = context.Pipe(duplex=False)
-        self._jobs.append(jobs)
-        self._reports.append(reports)
-        cores, threads = share_of_cores(rank, self.size)
-        start = child.Start(rank, self.size, backend, cores, threads, imports)
-        given = (_stdin_for(rank), take_jobs, give_reports)
-        process = context.Process(target=child.main, args=(start, *given), name=f"rank {rank}")
-        process.start()
-        self._processes.append(process)
-        self._ends.append(_end_of(process))
-        for pipe in given:  # now only the rank holds them: they break when it ends
-            if pipe is not None:
-                pipe.close()
+        seeds = []
+        for rank in range(self.size):
+            take_jobs, jobs = context.Pipe(duplex=False)
+            reports, give_reports = context.Pipe(duplex=False)
+            self._jobs.append(jobs)
+            self._reports.append(reports)
+            start = child.Start(rank, self.size, backend, *share_of_cores(rank, self.size), imports)
+            seeds.append(nursery.Seed(start, _stdin_for(rank), take_jobs, give_reports))
+        self._nursery = context.Process(target=nursery.main, args=(seeds, ended), name="ranks")
+        self._nursery.start()
+        ended.close()
+        for seed in seeds:  # now only the ranks hold these: they break when those end
+            seed.close()
 
     def _send(self, data: bytes) -> None:
         for jobs in self._jobs:
@@ -153,15 +144,27 @@ class Ranks:
 
     def _reported(self, ranks: set[int], patience: float | None) -> list[tuple[int, str, Any]]:
         """What some of the ranks have reported since; a rank that died without a word reports a failure with value None."""
-        sources: dict[Any, int] = {self._reports[rank]: rank for rank in ranks} | {self._ends[rank]: rank for rank in ranks}
+        sources = {self._reports[rank]: rank for rank in ranks}
+        found = connection.wait([*sources, self._ended], 0.0 if ranks & self._codes.keys() else patience)
+        if self._ended in found:
+            self._hear_of_an_end()
         out = []
-        for rank in sorted({sources[ready] for ready in connection.wait(sources, patience)}):
+        for rank in sorted({sources[pipe] for pipe in found if pipe in sources} | ranks & self._codes.keys()):
             try:
                 kind, value = pickle.loads(self._reports[rank].recv_bytes()) if self._reports[rank].poll() else ("failure", None)
             except (EOFError, OSError):
                 kind, value = "failure", None
             out.append((rank, kind, value))
         return out
+
+    def _hear_of_an_end(self) -> None:
+        """The exit code of the next rank that has ended; those of all where the nursery has: what is left of them ends with this group."""
+        try:
+            rank, code = self._ended.recv()
+            self._codes[rank] = code
+        except (EOFError, OSError):
+            self._nursery.join(GRACE)
+            self._codes = dict.fromkeys(range(self.size), self._nursery.exitcode or 0) | self._codes
 
     def _cause(self, found: list[tuple[int, child.Failure | None]], ranks: set[int]) -> ColrowError:
         """The error to raise. A rank that only tells of its peers is not the cause if one of them fails by itself right after."""
@@ -181,9 +184,10 @@ class Ranks:
         return error
 
     def _death(self, rank: int) -> ColrowError:
-        process = self._processes[rank]
-        process.join(GRACE)
-        code = process.exitcode
+        until = time.monotonic() + GRACE
+        while rank not in self._codes and self._ended.poll(max(until - time.monotonic(), 0.0)):
+            self._hear_of_an_end()
+        code = self._codes.get(rank)
         if code is None:
             return RankError(f"rank {rank} closed its connection to the parent")
         if code == NOT_GUARDED:
@@ -208,14 +212,6 @@ def _stdin_for(rank: int) -> connection.Connection | None:
         return connection.Connection(os.dup(0), writable=False) if rank == 0 else None
     except OSError:  # this process has no standard input
         return None
-
-
-def _end_of(process: Any) -> int:
-    """A file that becomes readable when the process has ended."""
-    try:
-        return os.pidfd_open(process.pid)
-    except OSError:  # an old kernel; the sentinel, a pipe, stays silent while a child of the rank holds it open
-        return os.dup(process.sentinel)
 
 
 def _tells_of_peers(failure: child.Failure | None) -> bool:

@@ -13,14 +13,18 @@ from torch.nn import functional as F
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.errors import UserError
-from colrow.parallel.build import parallelize
+from colrow.parallel.build import empty, parallelize, split
 from colrow.parallel.collect import whole_gradients, whole_parameters
+from colrow.parallel.head import loss_terms
 from colrow.planning.derive import derive
+from colrow.proof.precision import Float64
 from colrow.train import gradients
 from colrow.train.gradients import clip_grad_norm, grad_norm, trainable
 from colrow.train.master import MasterWeights
 from colrow.train.step import backward, check_same_data, count_tokens
 
+from . import tiny
+from .families import FAMILIES, TRANSLATORS
 from .splitting import TOLERANCE, Whole, ask_split, case, next_token_loss, own, whole
 
 
@@ -124,6 +128,47 @@ def test_o33_a_step_does_not_depend_on_how_the_batch_is_cut(cut: tuple[int, ...]
         assert abs(found - float(loss.detach())) <= TOLERANCE
         for name, parameter in model.named_parameters():
             assert (grads[name] - parameter.grad).abs().max() <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("family", ["llama-tied", "gpt2", "gemma2"])
+def test_label_smoothing_and_z_loss_are_of_the_whole_vocabulary(family: str, ranks: int) -> None:
+    """With the head and the loss in one, and (Gemma 2 caps its logits) from logits."""
+    config = FAMILIES[family]() if family in FAMILIES else tiny.config(family)
+    model, ids = tiny.whole(config), tiny.ids(config, batch=2, length=7)
+    at = copy.deepcopy(model)
+    with Float64():
+        logits = at(ids).logits[:, :-1].flatten(0, 1)
+        expected = F.cross_entropy(logits, ids[:, 1:].flatten(), label_smoothing=0.1) + 0.3 * logits.logsumexp(-1).square().mean()
+        expected.backward()
+    batches = [{"input_ids": row[None], "labels": row[None]} for row in ids]
+
+    def task(group: Group) -> tuple[float, float, dict[str, torch.Tensor]]:
+        part = parallelize(copies[group.rank], plan, group)
+        with Float64():
+            with loss_terms(part, label_smoothing=0.1, z_loss=0.3):
+                found = backward(part, batches)
+            grads = {name: grad.clone() for name, grad in whole_gradients(part).items()}
+            return found, backward(part, batches), grads
+
+    plan, copies = derive(config, ranks), [copy.deepcopy(model) for _ in range(ranks)]
+    for found, plain, grads in run_threads(task, ranks):
+        assert abs(found - float(expected.detach())) <= TOLERANCE
+        assert plain < found, "only within"
+        for name, p in at.named_parameters():
+            assert (grads[name] - p.grad).abs().max() <= TOLERANCE, name
+
+
+def test_losses_that_take_no_terms_are_refused() -> None:
+    config = TRANSLATORS["t5"]()
+    plan = derive(config, 2)
+
+    def task(group: Group) -> None:
+        with loss_terms(split(empty(config, torch.float32), plan, group), z_loss=1e-4):
+            pass
+
+    with pytest.raises(UserError, match="loss is the usual one of their logits, got T5"):
+        run_threads(task, 2)
 
 
 def test_o33_the_unsplit_model_is_trained_by_the_same_code() -> None:

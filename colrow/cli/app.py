@@ -251,6 +251,7 @@ def train(
     data: Annotated[Path, typer.Option(help="Text (.txt) or JSONL: text, prompt and completion, or messages.")],
     out: Annotated[Path, typer.Option(help="Directory for checkpoints, log, loss curve and the trained model. A run in it goes on.")],
     tp: Tp = None,
+    dp: Annotated[int, typer.Option(help="Replicas of the split model, which share the rows of a step: tp x dp ranks.")] = 1,
     evaluation: Annotated[Path | None, typer.Option("--eval", help="Data to evaluate on, never trained on.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the optimizer.", show_default="from --epochs")] = None,
     epochs: Annotated[int, typer.Option(help="How often the data is gone through.")] = 1,
@@ -273,6 +274,8 @@ def train(
     lora: Annotated[int, typer.Option(help="Train a LoRA adapter of this rank beside the frozen model.", show_default="no")] = 0,
     lora_alpha: Annotated[float, typer.Option(help="Its scale times its rank.", show_default="twice the rank")] = 0.0,
     lora_targets: Annotated[str, typer.Option(help="The layers it adapts, such as q_proj,o_proj.", show_default="all linear ones")] = "",
+    label_smoothing: Annotated[float, typer.Option(help="Share of each target that goes to all tokens alike.")] = 0.0,
+    z_loss: Annotated[float, typer.Option(help="Weight of (log of the sum of exp logits) squared, such as 1e-4.")] = 0.0,
     pack: Annotated[bool, typer.Option("--pack/--no-pack", help="Let short documents share a row; none sees another.")] = True,
     split: Split = None,
     plan_file: PlanFile = None,
@@ -290,11 +293,12 @@ def train(
 
     started = time.time()
     shares, given = read_split(split), read_plan(plan_file)
-    ranks = degree(tp, shares, given)
+    ranks = degree(tp, shares, given, dp)
     rest: dict[str, Any] = {"evaluate_every": eval_every, "save_every": save_every, "packed": pack, "recompute": recompute}
     check_peft(lora > 0)
     check_writable(trace, "--trace trace.json")
     rest |= {"lora": lora, "lora_alpha": lora_alpha, "lora_targets": tuple(filter(None, lora_targets.split(",")))}
+    rest |= {"dp": dp, "smoothing": label_smoothing, "z_loss": z_loss}
     rest["sequence"] = "keep" if keep_gathered else "again" if sequence else "off"
     settings = Settings(
         steps,
@@ -311,7 +315,7 @@ def train(
         **rest,
     )
     opening = Opening(find_with_weights(model, trust_remote_code), started, shares, given, check_dtype(dtype), gate, trace is not None)
-    show.train(ranks, backend, opening, settings, (data, evaluation), out, trace)
+    show.train(ranks * dp, backend, opening, settings, (data, evaluation), out, trace)
 
 
 @app.command()

@@ -44,14 +44,21 @@ def read_plan(path: Path | None) -> Plan | None:
         raise UserError("the plan cannot be read", f"{path}: {error}", "a file that colrow plan MODEL --json FILE wrote") from error
 
 
-def degree(tp: int | None, split: tuple[float, ...], plan: Plan | None) -> int:
-    """The number of ranks: --tp, else what --split, --plan or torchrun say, else 1. UserError where they contradict each other."""
+def degree(tp: int | None, split: tuple[float, ...], plan: Plan | None, dp: int = 1) -> int:
+    """The number of ranks: --tp, else what --split, --plan or torchrun say, else 1. UserError where they contradict each other.
+
+    Of each of `dp` replicas: torchrun must have started as many ranks for all of them."""
+    if dp < 1:
+        raise UserError("dp must be at least 1", dp, "--dp 2")
     world = os.environ.get("WORLD_SIZE", "")
+    started = int(world) if world.isdecimal() and "RANK" in os.environ else None
+    if started is not None and started % dp:
+        raise UserError(f"the {started} ranks of torchrun are no whole number of replicas", f"--dp {dp}", "a number that divides them")
     said = {
         "--tp": tp,
         "--split": len(split) or None,
         "--plan": plan.ranks if plan is not None else None,
-        "torchrun": int(world) if world.isdecimal() and "RANK" in os.environ else None,
+        "torchrun": started // dp if started is not None else None,
     }
     given = {name: ranks for name, ranks in said.items() if ranks is not None}
     if len(set(given.values())) > 1:

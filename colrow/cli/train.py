@@ -30,6 +30,7 @@ from ..planning.plan import Plan
 from ..train import curve, data
 from ..train.export import export
 from ..train.journal import Journal
+from ..train.replicas import Replicas
 from ..train.settings import Settings
 from ..train.trainer import Evaluation, Event, Resumed, SavedAt, Step, Trainer, keeps_documents_apart
 from .job import Opening, Stage, Traced
@@ -57,12 +58,15 @@ class Finished:
 
 
 def train(
-    group: Group, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path
+    world: Group, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path
 ) -> Iterator[Stage | Begun | Event | Traced | Finished]:
-    """Stages of the start, then what the trainer tells, then the end. `files`: training data, evaluation data."""
+    """Stages of the start, then what the trainer tells, then the end. `files`: training data, evaluation data. `world`: all ranks, those
+    of the first replica first."""
     stages = Stages()
+    replicas = Replicas.single(world) if settings.dp == 1 else Replicas.of(world, settings.dp)
+    group = replicas.group
 
-    def load(tell: Any) -> Any:
+    def open_model(tell: Any) -> Any:
         stages.listener = lambda name: tell(Stage(name))
         on_rank_0(lambda: require_text(opening.files.config(), "train"), group, "train.kind")
         return api.load(
@@ -71,13 +75,13 @@ def train(
             plan=opening.plan,
             split=opening.split,
             dtype=opening.dtype,
-            gate=opening.gate,
+            gate=opening.gate and replicas.index == 0,
             stages=stages,
             progress=lambda name, done, total: tell(Stage("load", done, total)),
             sequence=settings.sequence,  # type: ignore[arg-type]
         )
 
-    model = yield from told(load)
+    model = yield from told(lambda tell: replicas.together(lambda: open_model(tell), "train.open"))
     if settings.lora:
         add_adapter(model, lora_config(settings, opening.files, model), settings.seed)
     yield Stage("tokenizer")
@@ -91,9 +95,9 @@ def train(
     words = "documents share rows" if apart else "one document a row"
     yield Begun(len(documents), len(rows), sum(len(row.ids) for row in rows), words)
     padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    trainer = Trainer(model, rows, settings, out, asked, padding, beside=lambda path: tokenizer.save_pretrained(path))
-    journal = Journal(out, opening.files.name) if group.rank == 0 else None
-    watch = Watch(group, opening.trace)
+    trainer = Trainer(model, rows, settings, out, asked, padding, tokenizer.save_pretrained, replicas)
+    journal = Journal(out, opening.files.name) if world.rank == 0 else None
+    watch = Watch(world, opening.trace)
     yield from watch.begin()
     for event in trainer.run():
         if isinstance(event, Step):
@@ -102,19 +106,19 @@ def train(
             journal.add(event)
         yield event
     yield from watch.end(state_of(model).plan, model.config, _predicting(settings, model))
-    memory = tuple(account.memory(model, group))
+    memory = tuple(account.memory(model, world))
     if journal is not None:
         journal.draw()
         result = out / ("adapter" if settings.lora else "model")
         shutil.rmtree(result, ignore_errors=True)
         export(out, result, adapter=bool(settings.lora))
         yield Finished(result, tuple(journal.points(Step)), memory)
-    barrier(group, "train.exported")
+    barrier(world, "train.exported")
 
 
 def _predicting(settings: Settings, model: Any) -> Predict | None:
-    """Steps of full rows, with AdamW; none with an adapter or recomputation, of which the model of time knows nothing."""
-    if settings.lora or settings.recompute:
+    """Steps of full rows, with AdamW; none with an adapter, recomputation or replicas, of which the model of time knows nothing."""
+    if settings.lora or settings.recompute or settings.dp > 1:
         return None
     element = next(model.parameters()).element_size()
     each = 8 if element == 4 else 12  # two moments, and a float32 copy where the model computes in 16 bits

@@ -6,7 +6,7 @@
 * `.attentions`, where asked for, are those of all heads. The cache is the rank's own.
 
 The loss is transformers' own (`num_items_in_batch`, `ignore_index`, `shift_labels`), computed by loss.py. A training loop that does not
-read the logits should run inside `sharded_logits`, which spares their gather.
+read the logits should run inside `sharded_logits`, which spares their gather. `loss_terms` adds label smoothing or a z-loss.
 """
 
 from __future__ import annotations
@@ -39,6 +39,21 @@ def sharded_logits(model: nn.Module) -> Iterator[None]:
     """Within, the model's logits are the rank's slice of the vocabulary (its columns as the plan's head region cuts them)."""
     with sharded(state_of(model)):
         yield
+
+
+@contextmanager
+def loss_terms(model: nn.Module, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Iterator[None]:
+    """Within, the model's `.loss` has these terms (loss.py). UserError where its loss is computed elsewhere than here."""
+    state = state_of(model)
+    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss} if label_smoothing or z_loss else {}
+    if terms and not getattr(getattr(model, "loss_function", None), "takes_promises", False):
+        what = "label smoothing and z-loss are for models whose loss is the usual one of their logits"
+        raise UserError(what, type(model).__name__, "training without them")
+    before, state.terms = state.terms, terms
+    try:
+        yield
+    finally:
+        state.terms = before
 
 
 def install(model: nn.Module, state: State) -> None:
@@ -97,6 +112,7 @@ def parallel_loss(original: Loss, group: Group, partition: Partition, state: Sta
             targets = F.pad(targets, (0, 1), value=ignore_index)[..., 1:]
         targets = targets.to(logits.device)
         options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if num_items_in_batch is None else "sum"}
+        options |= state.terms if state is not None else {}
         if state is not None and state.promises is not None:
             hidden, head = state.promises.redeem(logits)
             hidden = hidden.reshape(*targets.shape, hidden.shape[-1])
@@ -114,11 +130,11 @@ def parallel_loss(original: Loss, group: Group, partition: Partition, state: Sta
 
 
 def _of_promises(original: Loss, partition: Partition, state: State) -> Loss:
-    """On one rank: transformers' own loss, but for promises."""
+    """On one rank: transformers' own loss, but for promises and terms that it does not know."""
     ours = parallel_loss(original, state.group, partition, state)
 
     def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return (original if state.promises is None else ours)(*args, **kwargs)
+        return (ours if state.promises is not None or state.terms else original)(*args, **kwargs)
 
     loss.takes_promises = True  # type: ignore[attr-defined]
     return loss

@@ -67,6 +67,7 @@ class State:
     masks: Masks | None = None  # of dropout
     sequence: Sequence | None = None  # where the residual stream is cut along the sequence
     promises: Promises | None = None  # inside fused.promising: logits that are not to be made
+    terms: dict[str, float] = field(default_factory=dict)  # of the loss, inside head.loss_terms
     plain: bool = True  # nothing was found to stand between the head and the loss
     adapters: Adapters | None = None  # LoRA beside the model's layers; the plan then has its matrices too
 

@@ -36,11 +36,16 @@ class MasterWeights:
                 self.parameters[name] = master
                 self._pairs.append((parameter, master))
 
+    def of_parameters(self) -> dict[torch.Tensor, nn.Parameter]:
+        """The master of each of the model's parameters that has another one than itself."""
+        return dict(self._pairs)
+
     @torch.no_grad()
     def write_back(self) -> None:
         """The model's parameters become their masters, rounded. To be called after each step of the optimizer."""
         for parameter, master in self._pairs:
             parameter.copy_(master)
+            parameter.grad = None  # DDP leaves zeros there
 
 
 @torch.no_grad()

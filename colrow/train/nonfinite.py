@@ -19,7 +19,7 @@ from .step import Batch
 
 
 def first_not_finite(model: nn.Module, batches: Sequence[Batch], group: Group) -> str:
-    """In words. A collective of all ranks: every rank names the same place."""
+    """In words. `group`: the ranks that are to name the same place, those of all replicas. A collective of all of them."""
     mine: list[tuple[int, str]] = []
     bad = next((name for name, p in model.named_parameters() if not bool(p.isfinite().all())), None)
     if bad is not None:

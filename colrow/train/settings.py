@@ -38,6 +38,9 @@ class Settings:
     packed: bool = True
     recompute: bool = False
     sequence: str = "off"
+    dp: int = 1
+    smoothing: float = 0.0
+    z_loss: float = 0.0
     lora: int = 0
     lora_alpha: float = 0.0
     lora_targets: tuple[str, ...] = ()  # layers; (): every linear one but the head
@@ -52,6 +55,7 @@ class Settings:
             ("warmup", 0),
             ("seed", 0),
             ("lora", 0),
+            ("dp", 1),
         ):
             if getattr(self, name) < least:
                 raise UserError(f"{name} must be at least {least}", getattr(self, name), f"--{name} {least}")
@@ -61,6 +65,13 @@ class Settings:
             raise UserError("the learning rate must be above 0", self.lr, "--lr 2e-5")
         if self.lora_alpha < 0 or (not self.lora and (self.lora_alpha or self.lora_targets)):
             raise UserError("--lora-alpha and --lora-targets need --lora", self.lora_alpha or self.lora_targets, "--lora 8")
+        if self.dp > self.batch * self.accumulate:
+            rows = self.batch * self.accumulate
+            raise UserError(f"{self.dp} replicas share the rows of a step, and it has {rows}", f"dp={self.dp}", f"--accumulate {self.dp}")
+        if not 0 <= self.smoothing < 1:
+            raise UserError("label smoothing must be at least 0 and below 1", self.smoothing, "--label-smoothing 0.1")
+        if not (self.z_loss >= 0 and math.isfinite(self.z_loss)):
+            raise UserError("the z-loss must be 0 or above", self.z_loss, "--z-loss 1e-4")
         if self.clip < 0:
             raise UserError("clip must be 0 (none) or above", self.clip, "--clip 1.0")
         if self.sequence not in ("off", "again", "keep"):

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,13 +14,37 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ..checkpoint.model_dir import ModelFiles, find
+from ..engine.settings import check_dtype
 from ..errors import UserError
+from .job import Opening
 from .units import nbytes
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
 RANK_BYTES = 400 * 1024**2  # what torch and transformers take in a process
+
+
+def opened(
+    model: str,
+    tp: int | None,
+    split: str | None,
+    plan_file: Path | None,
+    dtype: str,
+    gate: bool,
+    trust_remote_code: bool,
+    adapter: Path | None = None,
+    trace: bool = False,
+    int8: bool = True,
+    dp: int = 1,
+) -> tuple[int, Opening]:
+    """The ranks of one replica, and how MODEL is opened on them, from the options of a command. UserError for what cannot work."""
+    started = time.time()
+    shares, given = read_split(split), read_plan(plan_file)
+    ranks = degree(tp, shares, given, dp)
+    checked, adapter = check_dtype(dtype, int8=int8), check_adapter(adapter)
+    files = find_with_weights(model, trust_remote_code)
+    return ranks, Opening(files, started, shares, given, checked, gate, trace, adapter)
 
 
 def read_split(text: str | None) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ that was carried out. The config class's defaults are planned too, on meta, for 
 
 from __future__ import annotations
 
+import functools
 import re
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from colrow.proof.probe import shapes
 from colrow.proof.shrink import Small
 
 from . import sizes, tp_plan
+from .odd import REAL
 
 REAL_RANKS, MOST_LAYERS = 4, 8
 KINDS = {"logits": ("logits", "outputs"), "decoding": ("decoding",), "gradients": ("gradients",)}
@@ -112,10 +114,13 @@ def _layer(name: str) -> str:
 
 
 def real(architecture: str) -> Row:
-    """Coverage at the sizes of the config class's defaults: of a plan of two layers, stretched where that gives the same parameters; else
-    of the first MOST_LAYERS layers."""
+    """Coverage at the sizes of the config class's defaults (and odd.REAL): of a plan of two layers, stretched where that gives the same
+    parameters; else of the first MOST_LAYERS layers."""
     start = time.perf_counter()
     config = CONFIG_MAPPING[architecture]()
+    for path, value in REAL.get(architecture, {}).items():
+        *inner, last = path.split(".")
+        setattr(functools.reduce(getattr, inner, config), last, value)
     plan = _stretched(config) or derive(_first_layers(config), REAL_RANKS)
     notes = [f"{n.subject}: {n.text}" for n in plan.notes]
     return coverage(plan) | {"ranks": REAL_RANKS, "notes": notes, "seconds": time.perf_counter() - start}

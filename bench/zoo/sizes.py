@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from colrow.planning.trace import TraceError, trace
 from colrow.proof.integers import Integers, State, _at, _walk, candidates
 from colrow.proof.probe import Shapes, shapes
 
@@ -64,6 +65,7 @@ def rules(s: Shape, vocabulary: int = VOCABULARY) -> list[tuple[str, int]]:
         (r".*max_position_embeddings|n_positions|n_ctx|max_seq_len|model_max_length|max_(source|target)_positions|context_length", 32),
         (r"image_size", 32),
         (r"patch_size", 8),
+        (r"mm_tokens_per_image", 4),
         (r"first_k_dense_replace|num_dense_layers", 1),
         (r".*(experts_per_tok|experts_per_token|moe_topk|moe_top_k|top_k_experts)", 2),
         (r".*shared_experts", 1),
@@ -95,20 +97,27 @@ def rules(s: Shape, vocabulary: int = VOCABULARY) -> list[tuple[str, int]]:
         (r"head_dim|attention_head_dim|d_kv|kv_channels|d_head|dim_head|attention_head_size|.*_head_dim", s.head_dim),
         (r"(moe|expert|shared_expert|shared)_(ffn_hidden|intermediate)_size|moe_shared_expert_intermediate_size", 21),
         (r".*(intermediate_size|ffn_dim|ffn_hidden_size|intermediate_size_mlp)|d_ff|dff|dim_ff|n_inner|feed_forward_size", s.inner),
-        (r"hidden_size|d_model|n_embd|dim|emb_dim|embedding_dim|d_embed|embed_dim|.*embedding_size|word_embed_proj_dim", s.hidden),
+        (
+            r"hidden_size|out_hidden_size|d_model|n_embd|dim|emb_dim|embedding_dim|d_embed|embed_dim|.*embedding_size|word_embed_proj_dim",
+            s.hidden,
+        ),
         (r"sliding_window(_size)?|local_attention|attention_window_size", 4),
     ]
 
 
 def config(architecture: str) -> PreTrainedConfig:
-    """The tiny config. LookupError, with the last reason, where no shape builds and runs."""
+    """The tiny config. LookupError, with the last reason, where no shape builds and runs. Of a model of several towers the first in which
+    all of them can be followed; the first that runs where there is none."""
     default = CONFIG_MAPPING[architecture]()
-    why = "no integers"
+    why, first = "no integers", None
     for shape in SHAPES:
         found, why = _attempt(default, shape, FIELDS.get(architecture, {}))
-        if found is not None:
+        if found is not None and (not found.sub_configs or _followed(found)):
             return found
-    raise LookupError(why)
+        first = first or found
+    if first is None:
+        raise LookupError(why)
+    return first
 
 
 def _attempt(default: PreTrainedConfig, shape: Shape, fields: dict[str, Any]) -> tuple[PreTrainedConfig | None, str]:
@@ -126,6 +135,14 @@ def _attempt(default: PreTrainedConfig, shape: Shape, fields: dict[str, Any]) ->
     made = integers.config(state)
     why = runs(made)
     return (None, why) if why else (made, "")
+
+
+def _followed(config: PreTrainedConfig) -> bool:
+    """Whether pictures and sounds, where the model takes any, could be followed through it."""
+    try:
+        return not trace(config).left_out
+    except TraceError:
+        return True  # it cannot be followed at all, in any size
 
 
 def _by_name(integers: Integers, state: State, shape: Shape) -> State:

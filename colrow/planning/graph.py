@@ -20,7 +20,7 @@ from .factors import Node, leaves, resolve
 from .inputs import DECODED, TOKENS, vocabulary
 from .means import TAKEN, Mean, numbered
 from .rules import Axes, follow
-from .trace import Call, Op, Trace, TraceError
+from .trace import Call, Op, Ref, Trace, TraceError
 
 REALISTIC = {"B": 4, "S": 1024, "E": 1024}
 """Sizes that stand for the traced ones in costs: with the traced ones, attention scores look smaller than a hidden vector."""
@@ -154,11 +154,24 @@ class Graph:
         sequence = next((self.trace.inputs[name] for name in (DECODED, TOKENS) if name in self.trace.inputs), None)
         if sequence is None:
             return [True] * len(self.trace.values)
-        out = self._from({sequence})
+        out = [begun and used for begun, used in zip(self._from({sequence}), self._used, strict=True)]
         for op in reversed(self.trace.ops):
             needed = any(out[o] for o in self.results[op.index])
             for v in self.inputs[op.index]:
                 out[v] |= needed and not self.from_input[v]
+        return out
+
+    @cached_property
+    def _used(self) -> list[bool]:
+        """Whether a value reaches the logits (an output, where there are none) otherwise than as what is put in the places of a picture or
+        a sound: there are none in later steps."""
+        ends = {v for name, v in self.trace.outputs.items() if name == "logits" or "logits" not in self.trace.outputs}
+        out = [v.id in ends for v in self.trace.values]
+        for op in reversed(self.trace.ops):
+            if any(out[o] for o in self.results[op.index]):
+                put_in = op.args[2] if op.name in ("masked_scatter", "masked_scatter_") else None
+                for v in self.inputs[op.index]:
+                    out[v] |= put_in != Ref(v)
         return out
 
     def _from(self, inputs: set[int]) -> list[bool]:

@@ -20,6 +20,8 @@ Example = dict[str, torch.Tensor]
 
 TOKENS, DECODED = "input_ids", "decoder_input_ids"
 GRID = 2  # merged patches along each side of a picture whose size is free
+FRAMES = 240  # of a spectrogram whose length is free
+HEARD = ("input_features_mask", "feature_attention_mask")  # which frames of a spectrogram are sound
 
 
 def examples(model: Any, batch: int, length: int, source: int | None = None, seed: int = 1) -> Iterator[Example]:
@@ -75,9 +77,15 @@ def vocabulary(config: PreTrainedConfig, decoder: bool = False) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-def picture_token(config: PreTrainedConfig) -> int | None:
-    """The id that stands where a picture's features are put in; None where a model has none."""
-    return next((v for name in ("image_token_id", "image_token_index") if isinstance(v := getattr(config, name, None), int)), None)
+def placed(config: PreTrainedConfig, what: str = "image") -> int | None:
+    """The id that stands where features of a picture (`what` "audio": of a sound) are put in; None where a model has none."""
+    names = (f"{what}_token_id", f"{what}_token_index")
+    return next((v for name in names if isinstance(v := getattr(config, name, None), int)), None)
+
+
+def places(config: PreTrainedConfig) -> tuple[int, ...]:
+    """The ids that stand where something other than text is put in."""
+    return tuple(id for what in ("image", "audio") if (id := placed(config, what)) is not None)
 
 
 class _Maker:
@@ -102,6 +110,8 @@ class _Maker:
             if self.main == TOKENS:
                 yield self._text() | self._decoded()
         else:
+            if "input_features" in self.takes and placed(self.config, "audio") is not None:
+                yield from self._heard()
             yield self._text() | self._decoded()
 
     def _ids(self, length: int, size: int | None) -> torch.Tensor:
@@ -111,11 +121,14 @@ class _Maker:
         return ids
 
     def _text(self) -> Example:
-        """Ids of the encoder where there is a decoder, else of the model. A picture's place is not among them."""
-        length = self.source if self._has_decoder() else self.length
+        """Ids of the encoder where there is a decoder, else of the model. The places of pictures and sounds are not among them."""
+        return {TOKENS: self._plain_ids(self.source if self._has_decoder() else self.length)}
+
+    def _plain_ids(self, length: int) -> torch.Tensor:
         ids = self._ids(length, vocabulary(self.config))
-        place = picture_token(self.config)
-        return {TOKENS: ids if place is None else torch.where(ids == place, 1, ids)}
+        for place in places(self.config):
+            ids = torch.where(ids == place, 1, ids)
+        return ids
 
     def _has_decoder(self) -> bool:
         return self.config.is_encoder_decoder and DECODED in self.takes
@@ -127,15 +140,36 @@ class _Maker:
 
     def _sounds(self) -> Iterator[Example]:
         """Spectrograms (batch, bands, frames) or (batch, frames, bands), and plain samples."""
-        bands = [n for key, n in _ints(self.config) if "mel" in key or "feat_per_channel" in key or "feature_size" in key]
         fixed = [n for key, n in _ints(self.config) if key == "max_source_positions"]
         frames = [*(2 * n for n in fixed), *fixed, 4 * self.source]  # two steps are made one, as a rule
         if self.main == "input_values":
             yield {self.main: self._floats(self.batch, 400 * self.source)}
             return
-        for n, m in itertools.product(dict.fromkeys(frames), dict.fromkeys(bands)):
+        for n, m in itertools.product(dict.fromkeys(frames), self._bands()):
             yield {self.main: self._floats(self.batch, m, n)}
             yield {self.main: self._floats(self.batch, n, m)}
+
+    def _bands(self) -> list[int]:
+        names = ("mel", "feat_per_channel", "feature_size", "input_dim")
+        return list(dict.fromkeys(n for key, n in _ints(self.config) if any(name in key for name in names)))
+
+    def _heard(self) -> Iterator[Example]:
+        """A spectrogram and tokens, with as many places among the tokens as the sound has features. What makes the frames fewer is a
+        model's own: strided layers, windows, several taken together."""
+        fixed = [2 * n for key, n in _ints(self.config) if key in ("max_source_positions", "n_window")]
+        fewer = [n for key, n in _ints(self.config) if "downsample" in key and 1 < n <= FRAMES] + [4, 8, 2]
+        for n, m in itertools.product(fixed or [FRAMES], self._bands()):
+            masks = {name: torch.ones(self.batch, n, dtype=torch.long) for name in HEARD if name in self.takes}
+            for mask, count in itertools.product([masks, {}] if masks else [{}], dict.fromkeys(-(-n // k) for k in fewer)):
+                ids = self._among(count, placed(self.config, "audio"))
+                yield {TOKENS: ids, "input_features": self._floats(self.batch, m, n)} | mask
+                yield {TOKENS: ids, "input_features": self._floats(self.batch, n, m)} | mask
+
+    def _among(self, count: int, place: int | None) -> torch.Tensor:
+        """Rows of tokens of which `count` are the places of features."""
+        ids = self._plain_ids(count + max(self.length - count, 3))
+        ids[:, 2 : 2 + count] = place if place is not None else 1
+        return ids
 
     def _floats(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.draw)
@@ -173,14 +207,12 @@ class _Maker:
 
     def _with_text(self, picture: Example) -> Iterator[Example]:
         """A picture and tokens: side by side, or with as many places among the tokens as the picture has features."""
-        place = picture_token(self.config)
+        place = placed(self.config)
         if place is None or "aspect_ratio_ids" in picture:
             yield picture | self._text() | self._decoded() | self._seen(picture)
             return
         for count in self._places(picture):
-            ids = self._ids(count + max(self.length - count, 3), vocabulary(self.config))
-            ids = torch.where(ids == place, 1, ids)
-            ids[:, 2 : 2 + count] = place
+            ids = self._among(count, place)
             marks = {name: (ids == place).long() for name in ("token_type_ids", "mm_token_type_ids") if name in self.takes}
             yield {TOKENS: ids} | picture | marks | self._decoded()
 
@@ -203,7 +235,8 @@ class _Maker:
         high, wide = (n // p for n, p in zip(picture["pixel_values"].shape[-2:], _pair(getattr(vision, "patch_size", 1)), strict=True))
         merged = [n for key, n in _ints(self.config) if ("scale" in key or "merge" in key) and n > 1]
         patches = [high * wide, *(high * wide // (n * n) for n in merged), high * wide + 1]
-        return [n for n in dict.fromkeys([*patches[1:-1], *said, patches[0], patches[-1]]) if 0 < n <= 4 * high * wide]
+        fewer = [high * wide // n for n in (4, 16)]  # strides, and squares of which the config does not speak by such a name
+        return [n for n in dict.fromkeys([*patches[1:-1], *said, patches[0], patches[-1], *fewer]) if 0 < n <= 4 * high * wide]
 
 
 def _ints(config: Any) -> Iterator[tuple[str, int]]:

@@ -310,7 +310,12 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
         stack.callback(setattr, _active, "recorder", None)
         stack.enter_context(r)
         stack.enter_context(IntReader(r))
-        model(**arguments, use_cache=False) if "use_cache" in inspect.signature(model.forward).parameters else model(**arguments)
+        options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        try:
+            model(**arguments, **options)
+        except Exception as e:
+            text = str(e) if isinstance(e, TraceError) else f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+            raise TraceError(text, len(r.ops)) from e
     return Trace(
         config=model.config,
         architecture=type(model).__name__,

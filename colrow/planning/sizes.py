@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from .ints import Expr, Tracked, expression
 
@@ -57,9 +58,13 @@ class IntReader(TorchFunctionMode):
         return out
 
     def _literal(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
-        """A tensor written out in the code: its content is known."""
+        """A tensor written out in the code: its content is known, where that of all tensors in it is."""
+
+        def number(entry: Any) -> Any:
+            return self.recorder.content(entry) if isinstance(entry, torch.Tensor) else entry
+
         try:
-            self.recorder.know(out, func(*args, **{**kwargs, "device": "cpu"}))
+            self.recorder.know(out, func(*tree_map(number, args), **{**kwargs, "device": "cpu"}))
         except (RuntimeError, TypeError, NotImplementedError):
             return
 

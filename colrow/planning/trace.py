@@ -26,7 +26,11 @@ BATCH, LENGTH, SOURCE_LENGTH = 2, 7, 11
 
 
 class TraceError(Exception):
-    """The model's forward cannot be followed on meta tensors. The text names the module and the op."""
+    """The model's forward cannot be followed on meta tensors. The text names the module and the op. `ops`: recorded until then."""
+
+    def __init__(self, text: str, ops: int = 0) -> None:
+        super().__init__(text)
+        self.ops = ops
 
 
 @dataclass(frozen=True)
@@ -179,13 +183,15 @@ def trace(config: PreTrainedConfig) -> Trace:
             others = list(examples(empty_model(config, "eager"), BATCH, LENGTH, SOURCE_LENGTH))[1:]
         except Exception:  # it cannot even be built
             raise first from None
+        furthest = first
         for example in others:
             try:
                 found = _trace(config, example)
-            except TraceError:
+            except TraceError as error:
+                furthest = max(furthest, error, key=lambda e: e.ops)  # of inputs that are all wrong, the reason of the nearest
                 continue
-            return found if example.keys() != {TOKENS} else replace(found, left_out=str(first))
-        raise
+            return found if example.keys() != {TOKENS} else replace(found, left_out=str(furthest))
+        raise furthest from None
 
 
 def _trace(config: PreTrainedConfig, example: Example | None = None) -> Trace:
@@ -199,5 +205,5 @@ def _trace(config: PreTrainedConfig, example: Example | None = None) -> Trace:
         return record(empty_model(config, EAGER), bypasses=True, example=example)
     except TraceError:
         raise
-    except Exception as e:
+    except Exception as e:  # it cannot even be built
         raise TraceError(f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}") from e

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..planning.inputs import DECODED, TOKENS, Example, encoded, fitting, moved, picture_token, takes
+from ..planning.inputs import DECODED, TOKENS, Example, encoded, fitting, moved, places, takes
 
 IGNORED = -100  # the label that transformers' loss leaves out
 
@@ -85,7 +85,7 @@ def _labels(model: Any, inputs: Example) -> torch.Tensor | None:
     if ids is not None and model.get_output_embeddings() is not None:
         labels = ids.clone()
         labels[-1, : ids.shape[1] // 3] = IGNORED
-        return labels.masked_fill(ids == (picture_token(model.config) or IGNORED), IGNORED)
+        return labels.masked_fill(torch.isin(ids, torch.tensor(places(model.config), device=ids.device)), IGNORED)
     with torch.no_grad():
         logits = call(model, moved(inputs, next(model.parameters()).device, model)).get("logits")
     if logits is None or logits.dim() not in (2, 3) or logits.shape[-1] < 2:

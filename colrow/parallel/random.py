@@ -224,5 +224,7 @@ class _Dropping(TorchFunctionMode):
 
 def _bernoulli(like: torch.Tensor, shape: list[int], p: float, seed: int) -> torch.Tensor:
     """Ones with probability 1 - p."""
+    if like.is_meta:  # for the shape alone (saved.py): meta has no generators
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
     draw = torch.Generator(like.device).manual_seed(seed)
     return torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - p, generator=draw)

@@ -12,8 +12,6 @@ layers that are computed again. Each memory is counted once; parameters and buff
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig
 
-from ..comm.group import Call, Group, Transport
+from ..comm.group import Group
 from ..planning import degrees
 from ..planning.derive import derive
 from ..planning.plan import Plan
@@ -32,37 +30,7 @@ from . import build
 from .head import sharded_logits
 from .recompute import recompute_layers
 from .sequence import Mode
-
-
-class Dry:
-    """The transport of a rank without others: every result has its shape and no content."""
-
-    kind = "dry"
-    waited = 0.0
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> int:
-        return 0
-
-    def all_gather(self, x: torch.Tensor, out: list[torch.Tensor], call: Call) -> int:
-        return 0
-
-    def reduce_scatter(self, parts: list[torch.Tensor], out: torch.Tensor, call: Call) -> int:
-        return 0
-
-    def broadcast(self, x: torch.Tensor, source: int, call: Call) -> int:
-        return 0
-
-    def gather_objects(self, value: Any, call: Call) -> list[Any]:
-        raise NotImplementedError("a dry run has no other ranks to ask")
-
-    def sub(self, ranks: Sequence[int]) -> Transport | None:
-        return Dry(tuple(ranks).index(self.rank)) if self.rank in ranks else None
-
-    def close(self) -> None:
-        pass
+from .sites import Silent
 
 
 class _Fused(torch.autograd.Function):
@@ -76,7 +44,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError("a dry run goes forward only")
+        raise AssertionError("only what waits for a backward pass is counted: none is run")
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -138,15 +106,14 @@ def saved_bytes(
     model = build.empty(config, dtype)
     if attention != "sdpa":
         model.set_attn_implementation(attention)
-    if plan.ranks > 1:
-        build.split(model, plan, Group(rank, plan.ranks, Dry(rank), torch.device("meta"), tuple(range(plan.ranks))), sequence)
+    build.split(model, plan, Group(rank, plan.ranks, Silent(rank), torch.device("meta")), sequence)
     if recompute:
         recompute_layers(model)
     model.train()
     living = Living(model)
     ids = torch.zeros(batch, seq, dtype=torch.int64, device="meta")
     all_true = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]  # labels of which none is ignored
-    with all_true, living, _PlainCase(), _FusedAttention(), sharded_logits(model) if plan.ranks > 1 else nullcontext():
+    with all_true, living, _PlainCase(), _FusedAttention(), sharded_logits(model):
         loss = model(ids, labels=ids, use_cache=False).loss
     found = living.nbytes()
     del loss

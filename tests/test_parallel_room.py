@@ -61,9 +61,15 @@ def test_limits_of_this_process_are_seen():
 
 
 def test_the_share_of_a_rank_is_what_all_can_take(monkeypatch):
-    limited(monkeypatch, room.Room("the host", ("h",), 1000), room.Room("its own limit", ("h", "RLIMIT_DATA", "1"), 600))
+    limited(monkeypatch, room.Room("the host", ("h",), 1000), room.Room("its own limit", ("h", "RLIMIT_DATA", "1"), 600, own=True))
     assert run_threads(room.share, 1) == [600]
     assert run_threads(room.share, 4) == [250] * 4
+
+
+def test_ranks_share_their_control_group(monkeypatch):
+    monkeypatch.setattr(room, "cgroups", lambda listed, root: iter([(Path("/all"), 4000, 1000)]))
+    assert run_threads(room.share, 1) == [3000]
+    assert run_threads(room.share, 3) == [1000] * 3
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -28,11 +28,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Room:
-    """`free` bytes that all ranks with the same `shared` take from together; `what` in words."""
+    """`free` bytes that all ranks with the same `shared` take from together; `what` in words. `own`: no other rank has the same."""
 
     what: str
     shared: tuple[str, ...]
     free: int
+    own: bool = False
 
 
 def check(plan: Plan, dtype: torch.dtype, group: Group) -> None:
@@ -50,7 +51,7 @@ def check(plan: Plan, dtype: torch.dtype, group: Group) -> None:
 def share(group: Group) -> int:
     """Bytes that this rank may still take if all ranks take as much. No collective: ranks are counted as if all were on this host."""
     found = list(rooms(group.device))
-    return min(room.free // (group.size if len(room.shared) == 1 else 1) for room in found)
+    return min(room.free // (1 if room.own else group.size) for room in found)
 
 
 def _refusal(rank: int, beside: list[int], room: Room, need: int, ranks: int) -> UserError:
@@ -65,7 +66,7 @@ def rooms(device: torch.device) -> Iterator[Room]:
     """What limits this process, with what is left of each."""
     host, process = socket.gethostname(), psutil.Process()
     if device.type == "cuda":
-        yield Room(f"{device} of {host}", (host, str(device)), torch.cuda.mem_get_info(device)[0])
+        yield Room(f"{device} of {host}", (host, str(device)), torch.cuda.mem_get_info(device)[0], own=True)
         return
     memory = psutil.virtual_memory()
     yield Room(f"the memory of {host} ({memory.total / 1e9:.1f} GB)", (host,), memory.available + psutil.swap_memory().free)
@@ -76,7 +77,7 @@ def rooms(device: torch.device) -> Iterator[Room]:
     ):
         most = resource.getrlimit(limit)[0]
         if most != resource.RLIM_INFINITY:
-            yield Room(f"{name} ({most / 1e9:.2f} GB a process)", (host, name, str(process.pid)), max(most - used, 0))
+            yield Room(f"{name} ({most / 1e9:.2f} GB a process)", (host, name, str(process.pid)), max(most - used, 0), own=True)
     for folder, most, used in cgroups(Path("/proc/self/cgroup"), CGROUPS):
         yield Room(f"the control group ({most / 1e9:.2f} GB)", (host, str(folder)), max(most - used, 0))
 

@@ -148,6 +148,18 @@ def test_ranks_give_the_same_text_and_count_what_was_predicted(model: str, optio
 
 
 @pytest.mark.process
+def test_the_parent_of_ranks_does_not_import_transformers(model: str) -> None:
+    """They are about to, on the same cores."""
+    code = (
+        "import sys; from colrow.__main__ import main\n"
+        "if __name__ == '__main__':\n"
+        "    print(main(sys.argv[1:]), [m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "run", model, *PROMPT, "--tp", "2"], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 ['torch']", done.stderr
+
+
+@pytest.mark.process
 def test_sampling_is_the_same_at_any_degree(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*PROMPT, "--temperature", "1.2", "--top-p", "0.9", "--seed", "11"]
     assert main(["run", model, *options]) == 0

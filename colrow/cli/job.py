@@ -1,11 +1,12 @@
-"""Job: what `run` and `chat` ask of the ranks, and what the ranks tell while they do it. Data only: the parent makes jobs before it imports
-torch."""
+"""Job: what `run` and `chat` ask of the ranks, and what the ranks tell while they do it. Data and names only: the parent makes jobs before
+it imports torch, and never imports transformers, which would take the cores that the starting ranks need for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.model_dir import ModelFiles
 from ..engine.settings import Sampling
@@ -28,6 +29,16 @@ class Opening:
     gate: bool = True
     trace: bool = False  # keep every collective for a trace
     adapter: Path | None = None  # a directory of PEFT's
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    """A function of run.py by its name: only who calls it imports it."""
+
+    name: str
+
+    def __call__(self, *args: Any) -> Any:
+        return getattr(import_module(f"{__package__}.run"), self.name)(*args)
 
 
 @dataclass(frozen=True)

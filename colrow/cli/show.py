@@ -14,7 +14,7 @@ from ..comm.child import bring
 from ..comm.ranks import Ranks
 from ..errors import UserError
 from .interrupt import ending_at_once
-from .job import Account, Opening, Stage, Traced, Wish
+from .job import Account, OnRanks, Opening, Stage, Traced, Wish
 from .options import check_room
 from .screen import Screen, account_lines, note, say, write
 
@@ -28,9 +28,7 @@ def run(ranks: int, backend: str, opening: Opening, prompt: str, wish: Wish, tra
     account: Account | None = None
     traced: Traced | None = None
     with Screen() as screen, _ranks(ranks, backend, screen) as stream:
-        from . import run as on_ranks
-
-        for item in stream(on_ranks.run, opening, prompt, wish):
+        for item in stream(OnRanks("run"), opening, prompt, wish):
             if isinstance(item, Stage):
                 screen.show(item.name, item.done, item.total)
             elif isinstance(item, str):
@@ -58,16 +56,14 @@ def chat(ranks: int, backend: str, opening: Opening, system: str, wish: Wish) ->
         raise UserError("a conversation needs a terminal, which torchrun does not give to its ranks", works="colrow chat MODEL --tp N")
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     with Screen() as screen, _ranks(ranks, backend, screen) as stream:
-        from . import run as on_ranks
-
-        for stage in stream(on_ranks.open_chat, opening):
+        for stage in stream(OnRanks("open_chat"), opening):
             screen.show(stage.name, stage.done, stage.total)
         screen.clear()
         note("An empty line or Ctrl-D ends the conversation.")
         while text := _ask():
             messages.append({"role": "user", "content": text})
             answer = ""
-            for piece in stream(on_ranks.turn, messages, wish):
+            for piece in stream(OnRanks("turn"), messages, wish):
                 answer += piece
                 say(piece, end="")
             say()
@@ -109,5 +105,4 @@ def _ranks(size: int, backend: str, screen: Screen) -> Iterator[Stream]:
     with ExitStack() as stack:
         with ending_at_once(screen.clear):
             ranks = stack.enter_context(Ranks(size, backend, IMPORTS))
-            import_module(f"{__package__}.run")  # only now: the ranks start while this process imports it
         yield lambda fn, *args: ranks.stream(fn, args)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import LlamaConfig
 
 from colrow.comm.group import Group, single
@@ -19,6 +20,7 @@ from colrow.engine.slots import ROOM, Slot
 from colrow.engine.stopping import Limits
 from colrow.kernels.library import Op
 from colrow.parallel import experts
+from colrow.parallel.adapters import add_adapter, merge_adapter
 from colrow.parallel.build import parallelize
 from colrow.parallel.int8 import dequantized, quantize, quantize_layers
 from colrow.planning.derive import derive
@@ -244,6 +246,49 @@ def test_float16(family: str) -> None:
         return decoder.why, decoder.difference < 0.005
 
     assert split(whole(family, torch.float16), 2, rank) == [("", True)] * 2
+def _written(model: Any) -> None:
+    """As an optimizer does it: in place."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5).add_(0.01)
+
+
+def _adapted(model: Any) -> None:
+    add_adapter(model, LoraConfig(r=4, lora_alpha=40, target_modules="all-linear", init_lora_weights=False), seed=1)
+
+
+CHANGES = {
+    "written to": [_written],
+    "elsewhere": [lambda model: model.load_state_dict({k: v + 0.1 for k, v in model.state_dict().items()}, assign=True)],
+    "adapted": [_adapted],
+    "merged": [_adapted, merge_adapter],
+    "merged by PEFT": [_adapted, lambda model: [m.merge() for m in model.modules() if hasattr(m, "merged_adapters")]],
+    "quantized": [quantize_layers],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_a_model_that_has_changed_gets_another_program(changes: list[Any], dtype: torch.dtype) -> None:
+    def rank(part: Any, group: Group) -> list[float]:
+        decoder, forward, off = Decoder(part, group), Forward(part), []
+        for change in (lambda model: None, *changes):
+            change(part)
+            decoder.prepare()
+            kept = decoder.program
+            decoder.prepare()
+            assert decoder.program is kept
+            if kept is None:  # PEFT's matrices stay in float32
+                assert (dtype, change) == (torch.bfloat16, _adapted)
+                continue
+            _, past = forward(torch.tensor([PROMPTS[1]]), None, None)
+            slot = Slot(past)
+            mine, theirs = kept.run([9], [slot])[0], forward(torch.tensor([[9]]), None, past)[0][0].float()
+            off.append(float((mine - theirs).abs().max() / theirs.abs().max()))
+        return off
+
+    for found in split(whole("llama-bias", dtype), 2, rank):
+        assert max(found) < (1e-4 if dtype is torch.float32 else 0.05)
 
 
 def test_float64_runs_by_its_modules() -> None:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from colrow.checkpoint import model_dir
@@ -112,6 +112,14 @@ def test_layer_by_layer(family, ranks, dtype, tmp_path):
     assert len(report.comparison.of("decoding")) == len(report.comparison.of("outputs")), "every unit"
     if dtype is torch.float64:
         assert max(i.difference for i in report.comparison.items) < 1e-12
+
+
+def test_layer_by_layer_with_a_state_without_positions(tmp_path):
+    """Mamba multiplies its one new token by every entry of a mask."""
+    tiny.whole(MambaConfig(vocab_size=101, hidden_size=40, state_size=8, num_hidden_layers=2), torch.float32).save_pretrained(tmp_path)
+    report = verify.verify(model_dir.find(str(tmp_path)), 2, stream=True, backend="threads")
+    assert report.equal, report.text()
+    assert len(report.comparison.of("decoding")) == len(report.comparison.of("outputs")), "every unit"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

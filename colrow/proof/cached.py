@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .exercise import cache_name
+from ..planning.inputs import TOKENS
+from .exercise import cache_name, call, mask_after
 from .units import floating, units
 
 NEW = 3  # tokens that are decoded one by one
@@ -59,15 +60,14 @@ def decode(model: nn.Module, ids: torch.Tensor, phase: Any) -> dict[str, Passed]
         for path, unit in units(model).items():
             found[path] = Passed()
             hooks.callback(unit.register_forward_hook(_keeping(found[path]), with_kwargs=True).remove)
+        prompt = {TOKENS: ids[:, :-NEW]}
         given: dict[str, Any] = {}
-        length = ids.shape[1]
-        for stop in range(length - NEW, length + 1):
-            phase("decode_prompt" if not given else "decode")
-            piece = ids[:, : length - NEW] if not given else ids[:, stop - 1 : stop]
-            out = model(input_ids=piece, attention_mask=ids.new_ones(ids.shape[0], stop), use_cache=True, **given)
+        for new, piece in enumerate((prompt[TOKENS], *ids[:, -NEW:].split(1, 1))):
+            phase("decode" if new else "decode_prompt")
+            out = call(model, {TOKENS: piece}, use_cache=True, **given)
             if out.get(name) is None:
                 return {}
-            given = {name: out[name]}
+            given = {name: out[name], **mask_after(prompt, TOKENS, new + 1, out[name])}
     phase("")
     return {path: passed for path, passed in found.items() if _positions(passed)}
 

@@ -184,14 +184,14 @@ def _decode(
                 break  # an encoder: it has no cache, and nothing to decode
             ids = asked.prompt[sequence].new_tensor([[tokens[-1] if follow is None else follow[step]]])
             inputs = {sequence: ids}
-            given |= {name: out[name], **_seen(asked.prompt, sequence, step + 1, out[name])}
+            given |= {name: out[name], **mask_after(asked.prompt, sequence, step + 1, out[name])}
     return torch.stack(rows), tuple(tokens)
 
 
-def _seen(prompt: Example, sequence: str, new: int, cache: Any) -> dict[str, Any]:
-    """The mask of a later step: of the encoder's tokens, else of all tokens so far; none where the cache is a state without positions
-    (Mamba, which would multiply the new token by every entry), and where pictures were among the tokens: such models count positions by
-    themselves, and some by the mask instead where they get one."""
+def mask_after(prompt: Example, sequence: str, new: int, cache: Any) -> dict[str, Any]:
+    """The mask of the step that follows `new` tokens behind the prompt: of the encoder's tokens, else of all tokens so far; none where the
+    cache is a state without positions (Mamba, which would multiply the new token by every entry), and where pictures were among the tokens:
+    such models count positions by themselves, and some by the mask instead where they get one."""
     if TOKENS not in prompt:
         return {}
     if sequence == TOKENS and (not _has_positions(cache) or prompt.keys() != {TOKENS}):

@@ -25,12 +25,14 @@ COARSE = 0.01  # of the largest element: where more than this is allowed, "equal
 
 @dataclass(frozen=True)
 class Report:
-    """`title`: what was compared. `finding` is empty where all is equal. `notes`: memory, time, what was not measured."""
+    """`title`: what was compared. `finding` is empty where all is equal. `notes`: memory, time, what was not measured. `finer`: a dtype
+    that would show more."""
 
     title: str
     comparison: Comparison
     finding: str
     notes: tuple[str, ...] = ()
+    finer: str = "float32"
 
     @property
     def equal(self) -> bool:
@@ -50,7 +52,7 @@ class Report:
         for note in self.notes:
             console.print(note)
         if self.equal and (hidden := _hidden(self.comparison)) > COARSE:
-            console.print(f"coarse: {hidden:.0%} of the largest element would pass for rounding here; --dtype float32 sees more")
+            console.print(f"coarse: {hidden:.0%} of the largest element would pass for rounding here; --dtype {self.finer} sees more")
         console.print(f"[green]equal[/]: {_summary(self.comparison)}" if self.equal else f"[red]different[/]: {self.finding}")
         return out.getvalue()
 

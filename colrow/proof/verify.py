@@ -47,7 +47,6 @@ from .units import WholeUnits
 
 Progress = Callable[[str], None]
 TOKENS = 16  # greedily decoded
-BLUNT = 0.02  # own error of the logits beyond which the report says that another dtype would show more
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,8 @@ def verify(
         results: list[Result] = _on_ranks(_rank, task, backend, expected)
         comparison = judge([r.evidence for r in results])
         finding = "" if comparison.ok else describe(comparison, lambda: _parting(task, expected, backend))
-    return Report(title, comparison, finding, _notes(task, results, f"; whole model {whole_seconds:.1f} s", measured))
+    notes = _notes(task, results, f"; whole model {whole_seconds:.1f} s", measured)
+    return Report(title, comparison, finding, notes, _finer(dtype))
 
 
 def _streamed(title: str, task: Task, train: bool, backend: str) -> Report:
@@ -141,8 +141,8 @@ def _streamed(title: str, task: Task, train: bool, backend: str) -> Report:
     results: list[Result] = _on_ranks(_rank_streamed, task, backend, asked)
     comparison = judge([r.evidence for r in results])
     finding = "" if comparison.ok else describe(comparison, lambda: None)
-    exact = "float32" if task.dtype.itemsize < 4 else "float64"
-    return Report(f"{title}, layer by layer", comparison, finding, _notes(task, results, "", True, exact))
+    finer = _finer(task.dtype)
+    return Report(f"{title}, layer by layer", comparison, finding, _notes(task, results, "", True, finer), finer)
 
 
 def _on_ranks(fn: Callable[..., Any], task: Task, backend: str, *args: Any) -> list[Any]:
@@ -235,7 +235,9 @@ def _notes(task: Task, results: Sequence[Result], more: str, measured: bool, exa
         notes.append(f"allowed: {ALLOWANCE:g} times the whole model's own error against {exact}, at least {FLOOR[task.dtype]:.0e}")
     else:
         notes.append("the whole model's own rounding was not measured: its float64 copy does not fit into memory")
-    loose = max((i.own_error or 0.0 for r in results for i in r.evidence.comparison.of("logits")), default=0.0)
-    if loose > BLUNT:
-        notes.append(f"here the whole model's own logits are off by {loose:.0%} in this dtype: float32 shows more")
     return tuple(notes)
+
+
+def _finer(dtype: torch.dtype) -> str:
+    """The dtype that would show more, and in which what is done in `dtype` is measured unit by unit."""
+    return "float32" if dtype.itemsize < 4 else "float64"

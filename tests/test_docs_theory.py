@@ -14,11 +14,12 @@ from transformers import GPT2Config, LlamaConfig
 from colrow.comm import collectives, regions
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
-from colrow.planning import cost, degrees, links, memory, timing, wire
+from colrow.planning import cost, degrees, links, timing, wire
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 from colrow.planning.price import alternatives
 
+from .paper_models import PAPER_MODELS, paper_row
 from .test_planning_study import study
 
 PAGE = (Path(__file__).parents[1] / "docs" / "theory.md").read_text(encoding="utf-8")
@@ -195,11 +196,11 @@ def test_the_table_of_algorithms(algorithm: wire.Algorithm, sent: float, steps: 
 
 
 def test_the_activation_table() -> None:
-    for m in memory.PAPER_MODELS:
-        row = {way: f"{size / 2**30:.1f}" for way, size in memory.paper_row(m).items()}
+    for m in PAPER_MODELS:
+        row = {way: f"{size / 2**30:.1f}" for way, size in paper_row(m).items()}
         cells = (row["tensor parallel"], row["and sequence parallel"], row["and both"], row["full recomputation"])
         on_page(f"| {m.name} | {' | '.join(cells)} |")
-    saved = {m.name: memory.paper_row(m) for m in memory.PAPER_MODELS}
+    saved = {m.name: paper_row(m) for m in PAPER_MODELS}
     for name in ("175B", "530B"):
         on_page(f"{100 * (1 - saved[name]['and both'] / saved[name]['and sequence parallel']):.0f} %")
 

@@ -98,7 +98,7 @@ def test_in_16_bits_the_statistic_is_added_in_32_and_counted_so() -> None:
     config = OlmoeConfig(**EVEN, num_experts=EXPERTS[1]["num_experts"], num_experts_per_tok=2)
     plan, whole = derive(config, 2), tiny.whole(config, torch.bfloat16)
     whole.set_experts_implementation("eager")
-    asked = questions(whole).without_decoding().without_training()
+    asked = questions(whole, steps=0, train=False)
     copies = [copy.deepcopy(whole) for _ in range(2)]
 
     def on_a_rank(group: Group) -> list[str]:

@@ -22,6 +22,7 @@ from colrow.planning.verdict import verdict
 from colrow.planning.ways import fullest, fully_sharded, ways
 
 from . import tiny
+from .paper_models import PAPER_MODELS, paper_row
 
 
 @functools.cache
@@ -74,8 +75,8 @@ def test_activations_of_the_paper() -> None:
     """What Korthikanti et al. say in their text: the scores are 80 and 64 of 34 + 80 and 34 + 64, so selective recomputation saves 70 and
     65 percent for GPT-3 and MT-NLG; both techniques together save nearly 5 times."""
     saved = {}
-    for m in memory.PAPER_MODELS:
-        row = memory.paper_row(m)
+    for m in PAPER_MODELS:
+        row = paper_row(m)
         saved[m.name] = 1 - row["and both"] / row["and sequence parallel"]
         sbh = m.sequence * m.micro_batch * m.hidden
         assert row["and both"] == m.layers * 34 * sbh / m.tensor

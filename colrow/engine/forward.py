@@ -16,8 +16,7 @@ import torch
 
 from ..errors import UserError
 from ..partition import Partition
-
-_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+from ..planning.inputs import CACHES
 
 
 class Forward:
@@ -26,7 +25,7 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self.model = model
         accepted = inspect.signature(model.forward).parameters
-        self._cache_arg = next((name for name in _CACHE_NAMES if name in accepted), None)
+        self._cache_arg = next((name for name in CACHES if name in accepted), None)
         if self._cache_arg is None:
             raise UserError(f"{type(model).__name__} takes no cache, so it cannot generate", works="a causal language model")
         self.takes_positions = "position_ids" in accepted
@@ -58,7 +57,7 @@ class Forward:
 
     @staticmethod
     def _past(out: Any) -> Any:
-        return next((found for name in _CACHE_NAMES if (found := getattr(out, name, None)) is not None), None)
+        return next((found for name in CACHES if (found := getattr(out, name, None)) is not None), None)
 
 
 def local_logits(model: Any) -> AbstractContextManager[Any]:

@@ -174,7 +174,7 @@ def recomputed(plan: Plan, batch: int, seq: int, dtype_bytes: int = 2) -> list[P
     block, whose result nothing in it needs (torch.utils.checkpoint stops early). Selective recomputation adds none."""
     blocks: dict[str, list[Predicted]] = {}
     for p in predict(plan, batch, seq, "train_forward", dtype_bytes):
-        if (block := _block(p.name)) and p.op == "all_reduce":
+        if (block := block_of(p.name)) and p.op == "all_reduce":
             blocks.setdefault(block, []).append(replace(p, name=f"{p.name}.again"))
     return [p for found in blocks.values() for p in found[:-1]]
 
@@ -185,7 +185,7 @@ def fully_sharded(plan: Plan, dtype_bytes: int = 2, ranks: int | None = None) ->
     among = tuple(range(ranks or plan.ranks))
     units: dict[str, int] = {}
     for t in plan.tensors.values():
-        units[_block(t.name)] = units.get(_block(t.name), 0) + prod(t.shape) * dtype_bytes
+        units[block_of(t.name)] = units.get(block_of(t.name), 0) + prod(t.shape) * dtype_bytes
     moves = (("all_gather", ""), ("all_gather", ".again"), ("reduce_scatter", ".grad"))
     return [
         Predicted(op, f"{unit}.weights{end}" if unit else f"root{end}", 1, size, among, unit=dtype_bytes)
@@ -196,10 +196,10 @@ def fully_sharded(plan: Plan, dtype_bytes: int = 2, ranks: int | None = None) ->
 
 def of_vocabulary(name: str) -> bool:
     """Whether a module, parameter or call site lies outside the repeated layers, which have a number in their path."""
-    return re.search(r"\.\d+\.", name) is None
+    return not block_of(name)
 
 
-def _block(name: str) -> str:
+def block_of(name: str) -> str:
     """ "model.layers.3" of a name below it; "" for what belongs to no repeated layer."""
     found = re.match(r".*?\.\d+(?=\.)", name)
     return found.group() if found else ""

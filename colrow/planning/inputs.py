@@ -19,6 +19,8 @@ from transformers import PreTrainedConfig
 Example = dict[str, torch.Tensor]
 
 TOKENS, DECODED = "input_ids", "decoder_input_ids"
+CACHES = ("cache", "past_key_values", "cache_params")
+"""What models call their cache: transformers before 5.24 `past_key_values`, from then on `cache`; state space models `cache_params`."""
 GRID = 2  # merged patches along each side of a picture whose size is free
 FRAMES = 240  # of a spectrogram whose length is free
 HEARD = ("input_features_mask", "feature_attention_mask")  # which frames of a spectrogram are sound

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .inputs import DECODED, TOKENS
+from .inputs import CACHES, DECODED, TOKENS
 from .plan import Plan
 from .trace import Trace, empty_model
-
-_CACHES = ("cache", "past_key_values", "cache_params")  # what releases and families call it
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def _cached(trace: Trace) -> Iterator[tuple[tuple[Any, bool], int]]:
     arguments = {name: torch.zeros(v.shape, dtype=v.dtype, device="meta") for name, v in values.items()}
     with torch.no_grad(), _PlainCase():
         out = model(**arguments, use_cache=True)
-    cache = next(found for name in _CACHES if (found := getattr(out, name, None)) is not None)
+    cache = next(found for name in CACHES if (found := getattr(out, name, None)) is not None)
     pair = [(cache, False)] if hasattr(cache, "layers") else [(cache.self_attention_cache, False), (cache.cross_attention_cache, True)]
     for part, source in pair:
         for number, layer in enumerate(part.layers):

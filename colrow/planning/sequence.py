@@ -36,7 +36,7 @@ def cut(plan: Plan, again: bool = True) -> Cut | None:
     stream = {r for r in plan.regions if r.op in ("copy", "reduce") and r.shape[:2] == ("B", "S") and len(r.shape) == 3 and not r.ranks}
     before = ("reduce", "input", blocks[0] if blocks else "")  # of tokens and positions
     inside = {r for r in stream if _block(r.module) in blocks and (r.op, r.place, r.module) != before}
-    after = {r for r in stream if r.op == "copy" and _block(r.module) is None}
+    after = {r for r in stream if r.op == "copy" and not _block(r.module)}
     if not inside or not plan.attention or len({r.shape for r in inside}) > 1:
         return None
     return Cut(frozenset(inside | after), blocks[0], "" if after else blocks[-1], again)
@@ -49,8 +49,8 @@ def with_partial_gradients(plan: Plan, names: set[str]) -> Plan:
 
 def assumed(plan: Plan, at: Cut) -> Plan:
     """The plan whose whole parameters in blocks, and in the module whose output ends the cut, have partial gradients."""
-    end = {r.module for r in at.regions if _block(r.module) is None}
-    names = {t.name for t in plan.tensors.values() if t.partition.is_whole and (_block(t.name) or t.name.rpartition(".")[0] in end)}
+    end = {r.module for r in at.regions if not _block(r.module)}
+    names = {t.name for t in plan.tensors.values() if t.partition.is_whole and (cost.block_of(t.name) or t.name.rpartition(".")[0] in end)}
     return with_partial_gradients(plan, names)
 
 
@@ -93,12 +93,10 @@ def _own(plan: Plan, at: Cut) -> Iterator[Region]:
     return (r for r in plan.regions if r in at.regions and not r.shares)
 
 
-def _block(module: str) -> str | None:
-    """The repeated block that a module lies in: its name up to the first number."""
-    steps = module.split(".")
-    at = next((i for i, step in enumerate(steps) if step.isdigit()), None)
-    return None if at is None else ".".join(steps[: at + 1])
+def _block(module: str) -> str:
+    """The repeated block that a module is or lies in; "" for none."""
+    return cost.block_of(f"{module}.")
 
 
 def _blocks(plan: Plan) -> list[str]:
-    return list(dict.fromkeys(block for t in plan.tensors.values() if (block := _block(t.name)) is not None))
+    return list(dict.fromkeys(block for t in plan.tensors.values() if (block := cost.block_of(t.name))))

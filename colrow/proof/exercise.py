@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..planning.inputs import DECODED, TOKENS, Example, encoded, fitting, moved, places, takes
+from ..planning.inputs import CACHES, DECODED, TOKENS, Example, encoded, fitting, moved, places, takes
 
 IGNORED = -100  # the label that transformers' loss leaves out
 
@@ -42,9 +42,6 @@ class Questions:
         """Without training, and just enough decoding to use the cache."""
         return replace(self, train=False, steps=min(self.steps, 3))
 
-    def without_training(self) -> Questions:
-        return replace(self, train=False)
-
     def without_decoding(self) -> Questions:
         return replace(self, steps=0)
 
@@ -67,11 +64,11 @@ def questions(
     do not count. An encoder with a decoder behind it gets other lengths than the decoder."""
     inputs = fitting(model, batch, length, length + 3, seed)
     start = fitting(model, 1, prompt, prompt + 3, seed + 1)
-    decodes = generates(model) and cache_name(model) is not None
+    decodes = _scores_tokens(model) and cache_name(model) is not None
     return Questions(inputs, _labels(model, inputs), start, steps if decodes else 0, train)
 
 
-def generates(model: Any) -> bool:
+def _scores_tokens(model: Any) -> bool:
     """Whether its head gives the scores of the next token."""
     return model.get_output_embeddings() is not None and (DECODED in takes(model) or model.can_generate())
 
@@ -208,9 +205,8 @@ def _has_positions(cache: Any) -> bool:
 
 
 def cache_name(model: nn.Module) -> str | None:
-    """How this model calls its cache: transformers before 5.24 `past_key_values`, from then on `cache`; state space models have other
-    names. None for a model without one."""
-    return next((name for name in ("cache", "past_key_values", "cache_params") if name in takes(model)), None)
+    """How this model calls its cache. None for a model without one."""
+    return next((name for name in CACHES if name in takes(model)), None)
 
 
 @dataclass(frozen=True)

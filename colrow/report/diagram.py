@@ -4,7 +4,6 @@ and g where they stand. Built from the plan alone: tensors that share an axis ha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,9 +38,8 @@ def layer(plan: Plan) -> str:
     kinds: dict[tuple[object, ...], list[str]] = {}
     blocks: dict[str, list[object]] = {}
     for t in plan.tensors.values():
-        found = re.match(r".*?\.\d+(?=\.)", t.name)
-        if found:
-            blocks.setdefault(found.group(), []).append((t.name[len(found.group()) :], t.role, t.shape))
+        if block := cost.block_of(t.name):
+            blocks.setdefault(block, []).append((t.name.removeprefix(block), t.role, t.shape))
     for name, content in blocks.items():
         kinds.setdefault(tuple(content), []).append(name)
     return max(kinds.values(), key=len)[0] if kinds else ""

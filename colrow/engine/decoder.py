@@ -3,6 +3,9 @@
     decoder = Decoder(model, group)
     decoder.prepare()                       # a collective; afterwards `decoder.program` or the reason in `decoder.why`
 
+A program holds the weights of the moment it was made in. `prepare` before each generation makes another where the model has changed since:
+an optimizer's step, other weights, an adapter added, merged or switched off.
+
 The comparison: a few tokens go through the modules, then a few more both ways. All ranks use the program, or none does.
 """
 
@@ -21,6 +24,7 @@ from . import compiled, recorded
 from .forward import Forward
 from .program import Program
 from .slots import Slot
+from .state import state
 from .tape import NotRecorded
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -37,7 +41,8 @@ class Decoder:
         self.program: Program | None = None
         self.why = "" if wanted else "it was not wanted"
         self.difference = 0.0
-        self._forward, self._group, self._prepared = Forward(model), group, not wanted
+        self._forward, self._group, self._wanted = Forward(model), group, wanted
+        self._seen: Any = None
 
     @property
     def steps(self) -> str:
@@ -45,15 +50,16 @@ class Decoder:
         return f"decoding: {len(self.program.code)} instructions in C" if self.program else f"decoding: the model's modules ({self.why})"
 
     def prepare(self) -> None:
-        """Once. Makes the program and compares it. A collective."""
-        if self._prepared:
+        """Makes the program and compares it, unless there is one for this state of the model. A collective: parts change alike."""
+        if not self._wanted or state(self._forward.model) == self._seen:
             return
-        self._prepared = True
+        self.program, self.why, self.difference = None, "", 0.0
         phase, self._group.counters.phase = self._group.counters.phase, "prepare"
         try:
             self._prepare()
         finally:
             self._group.counters.phase = phase
+        self._seen = state(self._forward.model)  # after steps were made: the first may add an attribute
 
     def _prepare(self) -> None:
         model, group = self._forward.model, self._group
@@ -62,7 +68,7 @@ class Decoder:
             return
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if group.device.type != "cpu" or not dtypes <= TOLERANCE.keys():
-            self.why = f"not on a CPU in float32, bfloat16 or float16, but {' and '.join(map(str, dtypes))} on {group.device.type}"
+            self.why = f"not on a CPU in float32, bfloat16 or float16, but {' and '.join(sorted(map(str, dtypes)))} on {group.device.type}"
             return
         vocab = model.config.get_text_config().vocab_size
         tokens = [(7 * at + 3) % vocab for at in range(BEFORE + BESIDE)]

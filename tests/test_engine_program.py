@@ -256,7 +256,7 @@ def _written(model: Any) -> None:
 
 
 def _adapted(model: Any) -> None:
-    add_adapter(model, LoraConfig(r=4, lora_alpha=40, target_modules="all-linear", init_lora_weights=False), seed=1)
+    add_adapter(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False), seed=1)
 
 
 CHANGES = {

@@ -171,7 +171,7 @@ def _decode(
         for step in range(asked.steps):
             phase("decode_prompt" if step == 0 else "decode")
             if step == 0 and sequence == DECODED:
-                mask = _seen(asked.prompt, sequence, 0, None)
+                mask = mask_after(asked.prompt, sequence, 0, None)
                 inputs = {sequence: asked.prompt[sequence]}
                 given = {"encoder_outputs": encoded(model, asked.prompt | mask), **mask}
             out = call(model, inputs, use_cache=True, **given)

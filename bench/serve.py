@@ -13,15 +13,11 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import http.client
-import json
 import random
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import time
+
+from server import Running, serving
 
 
 def main() -> None:
@@ -47,49 +43,33 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, mode: tuple[str, ...], counts: list[int]) -> tuple[dict[int, float], tuple[float, float]]:
     """Tokens per second by number of clients, and the seconds to the first token."""
-    command = [sys.executable, "-m", "colrow", "serve", options.model, "--tp", options.tp, "--port", "0", *mode]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        lines = []
-        assert server.stderr is not None
-        for line in server.stderr:
-            lines.append(line)
-            if found := re.search(r"http://[^/]*:(\d+)/", line):
-                break
-        else:
-            raise SystemExit("".join(lines))
-        port = int(found[1])
-        try:
-            ask(port, 0, 4)
-            times = [(first_token(port, at, at), first_token(port, at, at + 1000)) for at in range(options.repeat)]
-            new, shared = (statistics.median(side) for side in zip(*times, strict=True))
-            rates = {count: statistics.median(rate(port, count, options.tokens) for _ in range(options.repeat)) for count in counts}
-            return rates, (new, shared)
-        finally:
-            server.send_signal(signal.SIGTERM)
+    with serving(options.model, "--tp", options.tp, *mode) as server:
+        ask(server, 0, 4)
+        times = [(first_token(server, at, at), first_token(server, at, at + 1000)) for at in range(options.repeat)]
+        new, shared = (statistics.median(side) for side in zip(*times, strict=True))
+        rates = {count: statistics.median(rate(server, count, options.tokens) for _ in range(options.repeat)) for count in counts}
+        return rates, (new, shared)
 
 
-def rate(port: int, count: int, tokens: int) -> float:
+def rate(server: Running, count: int, tokens: int) -> float:
     start = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        made = sum(pool.map(lambda at: ask(port, at, tokens), range(count)))
+        made = sum(pool.map(lambda at: ask(server, at, tokens), range(count)))
     return made / (time.perf_counter() - start)
 
 
-def ask(port: int, number: int, tokens: int) -> int:
+def ask(server: Running, number: int, tokens: int) -> int:
     body = {"prompt": f"The story number {number} begins", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request("POST", "/v1/completions", json.dumps(body))
-    return int(json.loads(connection.getresponse().read())["usage"]["completion_tokens"])
+    return int(server.ask(body)["usage"]["completion_tokens"])
 
 
-def first_token(port: int, beginning: int, end: int) -> float:
+def first_token(server: Running, beginning: int, end: int) -> float:
     """Seconds for one token after a prompt of 200 tokens that depend on `beginning` and 20 that depend on `end`."""
     prompt = [random.Random(seed).randrange(300, 400) for seed in range(beginning * 200, beginning * 200 + 200)]
     prompt += [random.Random(seed).randrange(300, 400) for seed in range(end * 20, end * 20 + 20)]
     start = time.perf_counter()
-    connection = http.client.HTTPConnection("127.0.0.1", port)
-    connection.request("POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}))
-    assert json.loads(connection.getresponse().read())["usage"]["completion_tokens"] == 1
+    answer = server.ask({"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True})
+    assert answer["usage"]["completion_tokens"] == 1
     return time.perf_counter() - start
 
 

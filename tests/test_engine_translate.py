@@ -116,6 +116,7 @@ def _clip(folder: Any) -> str:
         ("bert", ["run", "-p", "x"], "run needs a model that generates text, got BertForMaskedLM"),
         ("whisper", ["run", "-p", "x"], "this one takes input_features"),
         ("t5", ["chat"], "chat needs a decoder alone"),
+        pytest.param("t5", ["serve", "--port", "0"], "colrow: serve needs a decoder alone", marks=pytest.mark.process),
         ("t5", ["verify", "--stream"], "verify --stream needs a decoder alone"),
         ("vit", ["plan", "--html", "p.html"], "which this model does not"),
         ("bart", ["plan", "--train"], "plan --train needs a decoder alone"),

@@ -66,7 +66,8 @@ def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, l
 
         def failed(error: BaseException) -> None:
             screen.clear()
-            note(f"colrow: the engine has failed: {' '.join(str(error).split())}")
+            what = "" if isinstance(error, UserError) and not served else "the engine has failed: "
+            note(f"colrow: {what}{' '.join(str(error).split())}")
 
         screen.show("start")
         with ending_at_once(screen.clear), Ranks(ranks, backend, IMPORTS) as started:  # until the server takes signals itself

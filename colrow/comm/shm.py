@@ -11,29 +11,27 @@ operation's number. One that lives but does not come is named after `deadline` s
 ranks do for hours, only one that is stopped. After a failure the group is of no further use.
 One thread at a time may use a transport.
 
-Not here: how the memory is made (shm_setup.py), names, counters and dims (collectives.py), several hosts.
+Not here: how the memory is made (shm_setup.py), the context in C and its errors (shm_context.py), names, counters and dims
+(collectives.py), several hosts.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..errors import RankError, UserError
+from ..errors import UserError
 from .group import Call
-from .shm_setup import Mapping, Rendezvous, ShmUnavailable, exchange_over, share
+from .shm_context import ShmContext
+from .shm_setup import Rendezvous, ShmUnavailable, exchange_over, share
 
 SLOT_BYTES = 1 << 19  # two per rank; larger payloads go through in pieces of this size, which stay in the cache
 DEADLINE = 600.0  # seconds
 _OBJECT = 2048  # bytes of a pickled object that travel in its first step
-_SITES = 4096  # call sites remembered before the table starts anew
-_AGAIN = -1
 
 _OPS = {"sum": 0, "max": 1}
 _GATHER, _OBJECTS, _BARRIER = 2, 5, 6
@@ -49,59 +47,10 @@ _DTYPES = {
 }
 
 
-class _Context(ctypes.Structure):
-    """The first fields of `Group` in shm.h."""
-
-    _fields_ = (
-        ("waited", ctypes.c_double),
-        ("deadline", ctypes.c_double),
-        ("one_shot_limit", ctypes.c_uint64),
-        ("seq", ctypes.c_uint64),
-        ("failed_rank", ctypes.c_int64),
-        ("error", ctypes.c_char * 640),
-    )
-
-
-class _Sites(dict[tuple[str, str], int]):
-    """(name, detail) -> the number that the C side gave this call site. Forgets all when full, since details may hold changing shapes."""
-
-    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
-        self._library, self._handle = library, handle
-
-    def __missing__(self, key: tuple[str, str]) -> int:
-        if len(self) >= _SITES:
-            self.clear()
-            self._library.cr_forget_sites(self._handle)
-        name, detail = key
-        number = self[key] = self._library.cr_site(self._handle, (f"{name} ({detail})" if detail else name).encode())
-        return number
-
-
-class ShmTransport:
+class ShmTransport(ShmContext):
     """See `group.Transport`. Tensors are contiguous and on the CPU."""
 
     kind = "shm"
-
-    def __init__(self, mapping: Mapping, rank: int, deadline: float) -> None:
-        self.rank, self.size = rank, len(mapping.pids)
-        self.mapping = mapping
-        self._library = mapping.library
-        watched = [pid if peer != rank else 0 for peer, pid in enumerate(mapping.pids)]
-        self._pidfds = [_pidfd(pid) for pid in watched]
-        numbers = ctypes.c_int * self.size
-        self._handle: int = self._library.cr_open(
-            mapping.base, rank, self.size, mapping.slot_bytes, numbers(*watched), numbers(*self._pidfds), mapping.crowded
-        )
-        if not self._handle:
-            raise MemoryError("no memory for the context of a shared-memory group")
-        self._context = _Context.from_address(self._handle)
-        self._context.deadline = deadline
-        self._sites = _Sites(self._library, self._handle)
-        self._pointers = (ctypes.c_void_p * self.size)()
-        self._sizes = (ctypes.c_uint64 * self.size)()
-        self._c_all_reduce = self._library.cr_all_reduce
-        self._lent: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-        self._open = True
 
     @classmethod
     def create(
@@ -199,35 +148,7 @@ class ShmTransport:
         sub.one_shot_limit = self.one_shot_limit
         return sub
 
-    def close(self) -> None:
-        """Gives the memory back. Peers that still wait for this rank fail at once, with its name."""
-        if self._open:
-            self._open = False
-            self._waited = self._context.waited
-            self._library.cr_close(self._handle)
-            if not self._lent:  # a tensor from buffer() may still be used: then the mapping stays until the process ends
-                self._library.cr_unmap(self.mapping.base, self.mapping.nbytes)
-            for file in self._pidfds:
-                if file >= 0:
-                    os.close(file)
-
     # ---- Without a copy ----
-
-    def buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in shared memory that the coming `all_reduce_into` reads, so that a product can be computed where it is reduced from.
-
-        It is meant for the very next collective of this group: ask anew each time. At most `mapping.slot_bytes` large.
-        """
-        nbytes = numel * dtype.itemsize
-        if not nbytes:
-            return torch.empty(0, dtype=dtype)
-        at = self._library.cr_buffer(self._handle, nbytes)
-        if at is None:
-            raise ValueError(f"a shared buffer has at most {self.mapping.slot_bytes} bytes, {nbytes} were asked for")
-        key = (at, numel, dtype)
-        if key not in self._lent:
-            self._lent[key] = torch.frombuffer((ctypes.c_char * nbytes).from_address(at), dtype=dtype, count=numel)
-        return self._lent[key]
 
     def all_reduce_into(self, x: torch.Tensor, out: torch.Tensor, op: str, call: Call) -> int:
         """`out` receives the sum or maximum of all ranks' `x`. `x` may be what `buffer` lent for this call; then it is not copied."""
@@ -260,63 +181,6 @@ class ShmTransport:
         site = self._sites[call.name, call.detail]
         return self._run(self._library.cr_reduce_norm, *places, x.numel() // width, width, dtype, eps, site)
 
-    def _check_lent(self, at: int, nbytes: int, call: Call) -> None:
-        if self._in_slots(at) and at != self._library.cr_buffer(self._handle, nbytes):
-            raise ValueError(f"{call.op} '{call.name}': this buffer was lent for an earlier call")
-
-    def _in_slots(self, at: int) -> bool:
-        return self.mapping.base <= at < self.mapping.base + self.mapping.nbytes
-
-    # ---- For C that calls C ----
-
-    def raw(self) -> tuple[int, tuple[int | None, int | None]]:
-        """The context, and the addresses of shm.c's `cr_all_reduce` and `cr_buffer`, for C code that makes its sums itself. What these
-        return is said in shm.c; after CR_FAILED `failure` has the reason."""
-        functions = [ctypes.cast(getattr(self._library, name), ctypes.c_void_p).value for name in ("cr_all_reduce", "cr_buffer")]
-        return self._handle, (functions[0], functions[1])
-
-    def sites(self, keys: Sequence[tuple[str, str]]) -> list[int]:
-        """The numbers of call sites (name, detail) for C; they may change when this transport is used for another."""
-        if len(self._sites) + len(keys) > _SITES:
-            self._sites.clear()
-            self._library.cr_forget_sites(self._handle)
-        return [self._sites[key] for key in keys]
-
-    def give_up(self, why: str) -> None:
-        """Tells the others that this rank does not come back, so that they do not wait for it."""
-        self._library.cr_give_up(self._handle, why.encode())
-
-    def failure(self) -> RankError:
-        return RankError(self._context.error.decode(errors="replace"))
-
-    # ---- Settings and figures ----
-
-    @property
-    def waited(self) -> float:
-        return self._context.waited if self._open else self._waited
-
-    @property
-    def deadline(self) -> float:
-        """Seconds that a rank waits for one that is alive but does not come; 0 is for ever."""
-        return self._context.deadline
-
-    @deadline.setter
-    def deadline(self, seconds: float) -> None:
-        self._context.deadline = seconds
-
-    @property
-    def one_shot_limit(self) -> int:
-        """All-reduces of at most so many bytes take one step. Equal on all ranks."""
-        return self._context.one_shot_limit
-
-    @one_shot_limit.setter
-    def one_shot_limit(self, nbytes: int) -> None:
-        self._context.one_shot_limit = nbytes
-
-    def __str__(self) -> str:
-        mib = self.mapping.nbytes / 2**20
-        return f"shared memory of {self.size} ranks: {mib:.1f} MiB, one-step all-reduce up to {self.one_shot_limit >> 10} KiB"
-
     # ---- Calling C ----
 
     def _gather(self, at: int, dtype: int, count: int, op: int, call: Call) -> int:
@@ -330,33 +194,6 @@ class ShmTransport:
         source = ctypes.create_string_buffer(mine, len(mine) + 1)
         self._gather(ctypes.addressof(source), _BYTES, sum(sizes), op, call)
         return [buffer.raw[:size] for buffer, size in zip(buffers, sizes, strict=True)]
-
-    def _run(self, function: Callable[..., int], *arguments: Any) -> int:
-        moved = function(self._handle, *arguments)
-        return moved if moved >= 0 else self._finish(function, (self._handle, *arguments), moved)
-
-    def _finish(self, function: Callable[..., int], arguments: tuple[Any, ...], status: int) -> int:
-        """Goes on waiting, with a look at Python's signals now and then; raises what went wrong."""
-        try:
-            while status == _AGAIN:
-                status = function(*arguments)
-        except BaseException as error:  # Ctrl-C: the others must not wait for a rank that does not come back
-            with contextlib.suppress(Exception):
-                self.give_up(type(error).__name__)
-            raise
-        if status < 0:
-            raise self.failure()
-        return status
-
-
-def _pidfd(pid: int) -> int:
-    """A file that tells when the process has ended, -1 where the kernel has none (then /proc is read)."""
-    if pid <= 0:
-        return -1
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return -1
 
 
 def _address(x: torch.Tensor, call: Call) -> int:

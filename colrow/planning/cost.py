@@ -14,6 +14,8 @@ from math import prod
 from typing import Literal
 
 from ..partition import Partition
+from . import lengths
+from .lengths import Length
 from .plan import Plan, Region
 from .wire import SHM_SLOT, Algorithm, moved
 
@@ -83,27 +85,32 @@ def predict(
     whole_logits: bool | None = None,
     source: int | None = None,
     loss: bool = True,
+    rows: int | None = None,
 ) -> list[Predicted]:
     """The collectives of one pass over (batch, seq) tokens; in "decode" over (batch, 1), whatever `seq` is.
 
     `whole_logits`: whether every rank gets all columns; by default yes but in training. `source`: tokens of an encoder's input, by default
-    `seq`. `loss`: whether a training pass computes its loss from labels. In a group of one rank there are none.
+    `seq`. `loss`: whether a training pass computes its loss from labels, of as many `rows` as there are tokens unless the model's code
+    takes others. In a group of one rank there are none.
     """
     source = seq if source is None else source
     seq = 1 if phase == "decode" else seq
     whole_logits = phase in ("prefill", "decode") if whole_logits is None else whole_logits
     found: list[Predicted] = []
     for region in plan.regions:
-        if (phase == "decode" and not region.steps) or (phase == "train_backward" and loss and not region.scored):
+        if phase == "decode" and not region.steps:
             continue
-        ops = _backward(region) if phase == "train_backward" else _forward(region, whole_logits)
-        for op, name in ops:
-            size, unit = size_of(region, {"B": batch, "S": seq, "E": source}, dtype_bytes)
-            parts = _parts(region, size)
-            every, n = region.ranks or (tuple(range(plan.ranks)),), region.calls
-            found += [Predicted(op, name, n, n * size, ranks, parts, unit) for ranks in every]
+        if phase == "train_backward" and not (region.trained and (region.scored or not loss)):
+            continue
+        ops = list(_backward(region) if phase == "train_backward" else _forward(region, whole_logits))
+        sizes = {"B": batch, "S": seq, "E": source}
+        for shape, n in ((region.shape, region.calls), *((shape, 1) for shape in region.further)):
+            run = replace(region, shape=_step(shape) if phase == "decode" else shape)
+            size, unit = size_of(run, sizes, dtype_bytes)
+            parts, every = _parts(region, size), region.ranks or (tuple(range(plan.ranks)),)
+            found += [Predicted(op, name, n, n * size, ranks, parts, unit) for op, name in ops for ranks in every]
     if phase == "train_forward" and loss:
-        found += _loss(plan, batch * seq, max(dtype_bytes, 4))
+        found += _loss(plan, batch * seq if rows is None else rows, max(dtype_bytes, 4))
     if phase == "train_backward":
         found += _gradients(plan, dtype_bytes)
     return [p for p in found if len(p.ranks) > 1]
@@ -126,9 +133,14 @@ def _backward(region: Region) -> Iterator[tuple[str, str]]:
         yield "all_reduce", f"{region.name}.grad"
 
 
+def _step(shape: tuple[Length, ...]) -> tuple[Length, ...]:
+    """In a step with the cache the new tokens go by alone: what the first pass put beside them (a picture) is in the cache."""
+    return tuple("S" if isinstance(n, tuple) and "S" in lengths.names(n) else n for n in shape)
+
+
 def size_of(region: Region, sizes: dict[str, int], dtype_bytes: int) -> tuple[int, int]:
     """Bytes of the region's whole tensor, and of one element. `sizes`: of the dims that have names ("B", "S", "E")."""
-    shape = [sizes[n] if isinstance(n, str) else n for n in region.shape]
+    shape = [lengths.value(n, sizes) for n in region.shape]
     unit = 4 if region.dtype == "float32" else max(dtype_bytes, 4) if region.op == "mean" else dtype_bytes
     return prod(shape) * unit, unit
 

@@ -15,13 +15,16 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import TypeAlias
 
+from . import lengths
+from .lengths import Length
+
 
 class Node:
     """One factor. Use `find` before reading anything of it: a unified node lives on in another one."""
 
     __slots__ = ("flag", "id", "kids", "parent", "segs", "size", "symbol")
 
-    def __init__(self, id: int, size: int, flag: str = "", symbol: str = "") -> None:
+    def __init__(self, id: int, size: int, flag: str = "", symbol: Length = "") -> None:
         self.id, self.size, self.flag, self.symbol = id, size, flag, symbol
         self.parent: Node | None = None
         self.kids: tuple[Node, ...] = ()
@@ -82,6 +85,17 @@ def leaves(dim: Iterable[Node]) -> list[Node]:
     return out
 
 
+def length(dim: Iterable[Node]) -> Length:
+    """The size of a dim as it follows from the lengths of the inputs; a plain number where it does not."""
+    return lengths.product(_length(node) for node in resolve(dim))
+
+
+def _length(node: Node) -> Length:
+    if node.symbol or not node.segs:
+        return node.symbol or node.size
+    return lengths.total(length([seg]) for seg in node.segs)
+
+
 def size(dim: Iterable[Node]) -> int:
     return prod(find(n).size for n in dim)
 
@@ -93,11 +107,11 @@ class Factors:
         self.why = ""
         self.count = 0
 
-    def node(self, size: int, flag: str = "", symbol: str = "") -> Node:
+    def node(self, size: int, flag: str = "", symbol: Length = "") -> Node:
         self.count += 1
         return Node(self.count, size, flag, symbol)
 
-    def fresh(self, size: int, flagged: bool = False, symbol: str = "") -> list[Node]:
+    def fresh(self, size: int, flagged: bool = False, symbol: Length = "") -> list[Node]:
         """A dim that is known to have nothing in common with others."""
         return [] if size == 1 else [self.node(size, self.why if flagged else "", symbol)]
 
@@ -147,7 +161,8 @@ class Factors:
         """Make a node a product whose inner part has the given size. False (flagged) where a sum does not allow it."""
         node = find(node)
         if not node.segs:
-            node.kids = (self.node(node.size // inner, node.flag), self.node(inner, node.flag))
+            symbol: Length = ("//", node.symbol, inner) if node.symbol else ""
+            node.kids = (self.node(node.size // inner, node.flag, symbol), self.node(inner, node.flag))
             return True
         parts = segments(node)
         if all(p.size % inner == 0 for p in parts):

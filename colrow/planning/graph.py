@@ -16,8 +16,10 @@ from typing import Literal
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .factors import Node, leaves, resolve
+from . import lengths
+from .factors import Node, leaves, length, resolve
 from .inputs import DECODED, TOKENS, vocabulary
+from .lengths import Length
 from .means import TAKEN, Mean, numbered
 from .rules import Axes, follow
 from .trace import Call, Op, Ref, Trace, TraceError
@@ -122,15 +124,21 @@ class Graph:
 
     @cached_property
     def scored(self) -> list[bool]:
-        """Whether a value reaches the logits; True for every value of a model without them."""
+        """Whether a value reaches the logits, or its op does (the mean that a norm gives beside its result, and nobody reads); True for
+        every value of a model without them."""
         if "logits" not in self.trace.outputs:
             return [True] * len(self.trace.values)
         out = [v.id == self.trace.outputs["logits"] for v in self.trace.values]
         for op in reversed(self.trace.ops):
             if any(out[o] for o in self.results[op.index]):
-                for v in self.inputs[op.index]:
+                for v in (*self.inputs[op.index], *(o for o in op.outputs if o >= 0)):
                     out[v] = True
         return out
+
+    @cached_property
+    def trained(self) -> list[bool]:
+        """Whether a value depends on a parameter that the model's code does not freeze."""
+        return self._from({at for name, at in self.trace.parameters.items() if name not in self.trace.frozen})
 
     @cached_property
     def differentiable(self) -> list[bool]:
@@ -174,8 +182,8 @@ class Graph:
                     out[v] |= put_in != Ref(v)
         return out
 
-    def _from(self, inputs: set[int]) -> list[bool]:
-        out = [v.id in inputs for v in self.trace.values]
+    def _from(self, sources: set[int]) -> list[bool]:
+        out = [v.id in sources for v in self.trace.values]
         for op in self.trace.ops:
             if any(out[v] for v in self.inputs[op.index]):
                 for o in self.results[op.index]:
@@ -282,11 +290,8 @@ class Graph:
 
     def per_token(self, value: int) -> float:
         """Elements of a value per token, for realistic batch and sequence lengths."""
-        total = 1
-        for dim in self.axes.dims[value]:
-            for node in resolve(dim):
-                total *= _realistic(node)
-        return total / (REALISTIC["B"] * REALISTIC["S"])
+        elements = prod(lengths.value(length(dim), REALISTIC) for dim in self.axes.dims[value])
+        return elements / (REALISTIC["B"] * REALISTIC["S"])
 
     @cached_property
     def hidden(self) -> int:
@@ -301,34 +306,13 @@ class Graph:
                     widths[self.trace.values[v].shape[-1]] += 1
         return max(widths, key=lambda w: (widths[w], w), default=1)
 
-    def symbols(self, value: int) -> tuple[int | str, ...]:
-        """The shape of a value with "B", "S" and "E" for the axes of the inputs (a flattened B*S counts as both)."""
-        out: list[int | str] = []
-        for dim, n in zip(self.axes.dims[value], self.trace.values[value].shape, strict=True):
-            nodes = resolve(dim)
-            named = [symbol for node in nodes for symbol in _named(node)]
-            if not named:
-                out.append(n)
-            elif all(_named(node) for node in nodes):
-                out.extend(dict.fromkeys(named))
-            else:  # the patches of all pictures of a batch in one dim
-                out.extend(dict.fromkeys(named))
-                out.append(prod(node.size for node in nodes if not _named(node)))
+    def symbols(self, value: int) -> tuple[Length, ...]:
+        """The shape of a value with "B", "S" and "E" for the axes of the inputs, and what is made of them. A flattened B*S is two dims, and
+        so are the patches of all pictures of a batch."""
+        out: list[Length] = []
+        for dim in self.axes.dims[value]:
+            parts = [length([node]) for node in resolve(dim)]
+            named = [part for part in parts if lengths.names(part)]
+            number = prod(part for part in parts if isinstance(part, int))
+            out += [*named, *([number] if number > 1 or not named else [])]
         return tuple(out)
-
-
-def _named(node: Node) -> list[str]:
-    """The symbols in a factor: its own, though it was cut somewhere (a sequence without its last token), else those of its parts."""
-    return [node.symbol] if node.symbol else [leaf.symbol for leaf in leaves([node]) if leaf.symbol]
-
-
-def _realistic(node: Node) -> int:
-    if node.segs and node.symbol not in REALISTIC:
-        total = 0
-        for seg in node.segs:
-            part = 1
-            for n in resolve([seg]):
-                part *= _realistic(n)
-            total += part
-        return total
-    return REALISTIC.get(node.symbol, node.size)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from ..errors import UserError
 from ..partition import Partition
+from .lengths import Length
 
 Role = Literal["column", "row", "vocab", "split", "whole"]
 """column: cut along output features. row: cut along input features, its output is a partial sum. vocab: an embedding cut along its rows.
@@ -65,7 +66,8 @@ class Region:
 
     `place` is "input" or "output"; `arg` names the input (a parameter name of the module's forward) or the output ("0" for a tensor or the
     first of a tuple, a field name such as "logits" for a dict). `shape` is the shape of the WHOLE tensor with "B" and "S" for batch and
-    sequence length, "E" for that of an encoder with a decoder behind it, so that bytes can be predicted. `dtype` "float32" means that, and
+    sequence length, "E" for that of an encoder with a decoder behind it, and what the model makes of them (lengths.py), so that bytes can
+    be predicted. `dtype` "float32" means that, and
     "" the model's dtype.
     """
 
@@ -73,15 +75,18 @@ class Region:
     place: Literal["input", "output", "inside"]
     arg: str
     op: RegionOp
-    shape: tuple[int | str, ...]
+    shape: tuple[Length, ...]
     reason: str
     partition: Partition | None = None  # gather: the cut that is undone; slice, mean: that of the dim; else None
     ranks: tuple[tuple[int, ...], ...] = ()  # the groups that reduce separately; () = all ranks together
     dtype: str = ""
     shares: str = ""  # copy: the call site of an earlier f of the same tensor, which serves this border too. hold: that of the reduction
-    calls: int = 1  # how often the module runs in one pass (layers that share their weights)
+    calls: int = 1  # how often the module runs in one pass on a tensor of this shape (layers that share their weights)
+    further: tuple[tuple[Length, ...], ...] = ()  # the shapes of its other runs (a layer's MLP for its tokens and for global ones)
     scored: bool = True
     """Whether a gradient of the logits comes here. False: of other outputs only (the last layer of a picture tower that nothing reads)."""
+    trained: bool = True
+    """Whether a gradient comes here at all. False: what changes its state is made of parameters that the model's code freezes."""
     steps: bool = True
     """Whether every step of decoding with the cache comes here. False: what changes its state is made of no token (an encoder's input, a
     picture), so it is made once."""

@@ -330,5 +330,6 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
         modules={path: type(m) for path, m in model.named_modules()},
         attributes=attributes,
         int_uses=r.int_uses,
+        frozen=frozenset(name for name in parameters if not model.get_parameter(name).requires_grad),
         bypasses=bypasses,
     )

@@ -14,8 +14,11 @@ from typing import Any, Literal
 
 import torch
 
-from .factors import Dim, Factors
+from . import lengths
+from .factors import Dim, Factors, length
 from .inputs import DECODED, TOKENS
+from .ints import Expr
+from .lengths import Length
 from .trace import BATCH, Op, Ref, Trace
 
 Kind = Literal["constant", "contract", "sum", "mean", "index", "linear", "add", "mul", "div", "norm", "nonlinear", "opaque"]
@@ -41,6 +44,8 @@ class Axes:
     factors: Factors
     dims: list[list[Dim]]
     effects: list[Effect]
+    given: dict[tuple[int, int], Expr] = field(default_factory=dict)
+    """(value, dim) -> the int of the model's code that made it longer or shorter."""
 
     def of(self, ref: Any) -> list[Dim]:
         """Dims of a tensor argument of an op."""
@@ -48,6 +53,24 @@ class Axes:
 
     def shape(self, ref: Any) -> tuple[int, ...]:
         return self.trace.values[ref.id].shape
+
+    def length(self, value: int, dim: int) -> Length:
+        """How a dim that was padded or cut off follows from the lengths of the inputs; "" where it does not."""
+        try:
+            found = lengths.plain(self._length(self.given[value, dim]))
+        except (KeyError, ZeroDivisionError):
+            return ""
+        return found if lengths.names(found) else ""
+
+    def _length(self, expr: Expr) -> Length:
+        match expr:
+            case ("int", number):
+                return int(number)
+            case ("attribute", module, name):
+                return self.trace.attributes[module, name]
+            case ("size", value, dim):
+                return length(self.dims[value][dim])
+        return (expr[0], self._length(expr[1]), self._length(expr[2]))
 
     def fresh(self, shape: tuple[int, ...], flagged: bool = False) -> list[Dim]:
         return [self.factors.fresh(n, flagged) for n in shape]
@@ -110,7 +133,8 @@ def follow(trace: Trace) -> Axes:
     """Give all values of a trace their axes."""
     from . import rules_math, rules_views  # noqa: F401 (they register their rules)
 
-    axes = Axes(trace, Factors(), [[] for _ in trace.values], [])
+    given = {(use.value, use.dim): use.expr for use in trace.int_uses if use.function in ("pad", "__getitem__", "narrow")}
+    axes = Axes(trace, Factors(), [[] for _ in trace.values], [], given)
     for value in trace.values:
         if value.kind != "result":
             axes.dims[value.id] = axes.fresh(value.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from .factors import Dim
+from .factors import Dim, resolve
 from .factors import size as dim_size
 from .rules import Arguments, Axes, Effect, opaque, refs, rule, same
 from .trace import Op
@@ -87,6 +87,9 @@ def slice_(axes: Axes, op: Op, args: Arguments) -> Result:
         dims[dim] = _strided(axes, dims[dim], n, start, stop, step)
     else:
         dims[dim] = axes.factors.slice(dims[dim], start, max(start, stop))
+        nodes = resolve(dims[dim])
+        if len(nodes) == 1 and not nodes[0].segs and not nodes[0].symbol and stop - start < n:
+            nodes[0].symbol = axes.length(op.outputs[0], dim)
     return Effect("linear"), [dims]
 
 
@@ -204,7 +207,7 @@ def positions_matter(axes: Axes, op: Op, args: Arguments) -> Result:
     for d in sorted(touched):
         axes.factors.flag(dims[d])
         if dim_size(dims[d]) != shape[d]:
-            dims[d] = axes.factors.fresh(shape[d], flagged=True)
+            dims[d] = axes.factors.fresh(shape[d], flagged=True, symbol=axes.length(op.outputs[0], d))
     return Effect("nonlinear", cross=cross), [dims]
 
 

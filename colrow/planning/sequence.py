@@ -33,7 +33,11 @@ class Cut:
 def cut(plan: Plan, again: bool = True) -> Cut | None:
     """None where attention or MLP of the plan's blocks are not split, or their streams are not of one shape."""
     blocks = _blocks(plan)
-    stream = {r for r in plan.regions if r.op in ("copy", "reduce") and r.shape[:2] == ("B", "S") and len(r.shape) == 3 and not r.ranks}
+    stream = {
+        r
+        for r in plan.regions
+        if r.op in ("copy", "reduce") and r.shape[:2] == ("B", "S") and len(r.shape) == 3 and not (r.ranks or r.further)
+    }
     before = ("reduce", "input", blocks[0] if blocks else "")  # of tokens and positions
     inside = {r for r in stream if _block(r.module) in blocks and (r.op, r.place, r.module) != before}
     after = {r for r in stream if r.op == "copy" and not _block(r.module)}

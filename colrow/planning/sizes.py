@@ -51,7 +51,7 @@ class IntReader(TorchFunctionMode):
             return Tracked.of(out, ("size", self.recorder.value(args[0]), dim % args[0].dim()))
         if name in ("tensor", "as_tensor") and isinstance(out, torch.Tensor) and out.device.type == "meta":
             self._literal(func, out, args, kwargs)
-        of_source = {"__getitem__": self._slice_bounds, "chunk": self._chunks}.get(name)
+        of_source = {"__getitem__": self._slice_bounds, "chunk": self._chunks, "pad": self._padded}.get(name)
         if of_source is not None or name in _SIZES:
             for tensor, dim, expr in (of_source or _SIZES[name])(args, kwargs, out):
                 self.recorder.use(name, tensor, dim, expr)
@@ -76,6 +76,14 @@ class IntReader(TorchFunctionMode):
         if args[0].shape[dim] % n == 0:
             whole = ("size", self.recorder.value(args[0]), dim)
             yield from ((out, dim, ("//", whole, ("int", int(n)))) for out in outs)
+
+    def _padded(self, args: Any, kwargs: Any, out: torch.Tensor) -> Fixed:
+        """F.pad(x, (left, right, ...)), from the last dim on."""
+        pads = args[1] if len(args) > 1 else kwargs["pad"]
+        for dim, (left, right) in zip(reversed(range(out.dim())), zip(pads[::2], pads[1::2], strict=True), strict=False):
+            if left or right:
+                whole = ("size", self.recorder.value(args[0]), dim)
+                yield out, dim, ("+", whole, ("+", expression(left), expression(right)))
 
     def _slice_bounds(self, args: Any, kwargs: Any, out: torch.Tensor) -> Fixed:
         """x[..., a:b]: a result shorter than x was cut by ints of the code; its size is the difference of the bounds."""

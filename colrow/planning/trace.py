@@ -139,6 +139,7 @@ class Trace:
     modules: dict[str, type]  # path -> class; "" is the model
     attributes: dict[tuple[str, str], int]  # integers of modules
     int_uses: list[IntUse]
+    frozen: frozenset[str] = frozenset()  # parameters that the model's code does not train
     left_out: str = ""  # why the model could be followed with its tokens alone
     bypasses: bool = False  # attention does not go through the AttentionInterface (no entry in `attention`)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from ..partition import Partition, Ranges
+from . import lengths
 from .plan import Attention, Edit, Plan, Region, TensorPlan
 
 WIDTH = 110
@@ -71,7 +72,7 @@ _OPERATIONS = {
 
 
 def _shape(region: Region) -> str:
-    return "[" + ", ".join(map(str, region.shape)) + "]"
+    return "[" + ", ".join(map(lengths.text, region.shape)) + "]"
 
 
 def _held(plan: Plan, entry: TensorPlan, rank: int) -> str:

@@ -35,6 +35,13 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(every[:LISTED]) + (f" and {len(every) - LISTED} more" if len(every) > LISTED else "")
 
 
+def _of_all(first: Region, *more: Region) -> Region:
+    """One region for all runs of its module in a pass."""
+    return replace(
+        first, calls=1 + sum(r.shape == first.shape for r in more), further=tuple(r.shape for r in more if r.shape != first.shape)
+    )
+
+
 class _Words:
     def __init__(self, choice: Choice) -> None:
         self.choice, self.graph, self.trace = choice, choice.graph, choice.graph.trace
@@ -191,7 +198,7 @@ class _Words:
         runs: dict[tuple[str, ...], list[Region]] = {}  # one for all runs of a module
         for _, r in out:
             runs.setdefault((r.module, r.place, r.arg, r.op), []).append(r)
-        return tuple(replace(first, calls=1 + len(more)) for first, *more in runs.values())
+        return tuple(_of_all(*same) for same in runs.values())
 
     def means(self, at: int) -> Iterable[tuple[Border, Region]]:
         """The means over a cut axis that an op takes."""
@@ -217,8 +224,9 @@ class _Words:
 
     def region(self, border: Border, op: RegionOp, reason: str, partition: Partition | None = None) -> Region:
         module = self.trace.calls[border.call].module
-        shape, scored, steps = self.graph.symbols(border.value), self.graph.scored[border.value], self.graph.in_steps[border.value]
-        return Region(module, border.place, border.arg, op, shape, reason, partition, scored=scored, steps=steps)
+        shape, v = self.graph.symbols(border.value), border.value
+        scored, trained, steps = self.graph.scored[v], self.graph.trained[v], self.graph.in_steps[v]
+        return Region(module, border.place, border.arg, op, shape, reason, partition, scored=scored, trained=trained, steps=steps)
 
     def why_reduce(self, border: Border) -> str:
         first = next(iter(self.graph.consumers[border.value]), None)

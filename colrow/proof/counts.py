@@ -23,8 +23,11 @@ def counted(group: Group) -> dict[Site, Count]:
     return {s: (t.calls, t.logical_bytes, t.moved_bytes) for s, t in tallies if s[0] and s[1] not in ("object", "barrier")}
 
 
-def predicted(plan: Plan, asked: Questions, group: Group, dtype_bytes: int, cut: Cut | None = None) -> dict[Site, Count]:
-    """What this rank must count when a model that is split by `plan` answers the questions (exercise.ask), its stream cut where `cut` says.
+def predicted(
+    plan: Plan, asked: Questions, group: Group, dtype_bytes: int, cut: Cut | None = None, rows_of_loss: int | None = None
+) -> dict[Site, Count]:
+    """What this rank must count when a model that is split by `plan` answers the questions (exercise.ask), its stream cut where `cut` says,
+    its loss of `rows_of_loss` rows of logits (by default all).
 
     Bytes moved are 0 for a transport that does not count them where they are copied.
     """
@@ -43,7 +46,7 @@ def predicted(plan: Plan, asked: Questions, group: Group, dtype_bytes: int, cut:
     found: dict[Site, Count] = {}
     for name, phase, rows, columns, before, times in phases:
         whole_logits = None if labelled else True
-        usual = cost.predict(plan, rows, columns, phase, dtype_bytes, whole_logits, before, labelled)
+        usual = cost.predict(plan, rows, columns, phase, dtype_bytes, whole_logits, before, labelled, rows_of_loss)
         for p in usual if cut is None else sequence.replaced(usual, plan, cut, rows, columns, phase, dtype_bytes):
             if group.rank in p.ranks:
                 calls, size, moved = found.get((name, p.op, p.name), (0, 0, 0))

@@ -61,7 +61,7 @@ def examine(model: nn.Module, group: Group, plan: Plan, reference: Reference) ->
     asked = replace(reference.asked, steps=len(answers.tokens))  # one step only where the model has no cache
     state = state_of(model)
     cut = state.sequence.cut if state.sequence is not None else None
-    expected = predicted(state.plan, asked, group, reference.dtype.itemsize, cut)
+    expected = predicted(state.plan, asked, group, reference.dtype.itemsize, cut, reference.answers.rows)
     for site in list(expected):
         parameter = site[2].removesuffix(".grad").removesuffix(".copies")
         if parameter in plan.tensors and parameter not in reference.gradients:

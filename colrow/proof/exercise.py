@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from ..planning.inputs import CACHES, DECODED, TOKENS, Example, encoded, fitting, moved, places, takes
 
@@ -48,13 +50,30 @@ class Questions:
 
 @dataclass(frozen=True)
 class Answers:
-    """`outputs` by name, `logits` (B, S, V) among them where there are any; `loss` a scalar; `decoded` (steps, V): the logits before each
-    token of `tokens`."""
+    """`outputs` by name, `logits` (B, S, V) among them where there are any; `loss` a scalar, of `rows` rows of logits (None: not seen);
+    `decoded` (steps, V): the logits before each token of `tokens`."""
 
     outputs: dict[str, torch.Tensor]
     loss: torch.Tensor | None
     decoded: torch.Tensor
     tokens: tuple[int, ...]
+    rows: int | None = None
+
+
+class _Rows(TorchFunctionMode):
+    """Sees of how many rows of logits, with so many columns, a cross entropy is taken."""
+
+    def __init__(self, columns: int | None) -> None:
+        super().__init__()
+        self.columns, self.found = columns, list[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            scores = kwargs.get("input", args[0] if args else None)
+            if scores.shape[-1] == self.columns:
+                self.found.append(scores.shape[:-1].numel())
+        return func(*args, **kwargs)
 
 
 def questions(
@@ -121,20 +140,21 @@ def ask(
     with torch.no_grad():
         outputs = dict(_floating(call(model, asked.inputs)))
     loss = None
+    rows = _Rows(outputs["logits"].shape[-1] if "logits" in outputs else None)
     if asked.train:
         model.zero_grad(set_to_none=True)
         phase("train_forward")
         if asked.labels is None:
             loss = _linear(dict(_floating(call(model, asked.inputs))))
         else:
-            with slices():
+            with slices(), rows:
                 loss = call(model, asked.inputs, labels=asked.labels).loss
         phase("train_backward")
         loss.backward()
         loss = loss.detach()
     decoded, tokens = _decode(model, asked, follow, phase) if asked.steps else (torch.empty(0, 0), ())
     phase("")
-    return Answers(outputs, loss, decoded, tokens)
+    return Answers(outputs, loss, decoded, tokens, next(iter(rows.found), None))
 
 
 def _floating(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,9 @@ from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_gradients, whole_parameters
+from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
+from colrow.proof.precision import Float64
 
 from . import tiny
 
@@ -137,3 +139,11 @@ def differences(expected: Answers, found: Answers) -> dict[str, float]:
 def worst(expected: Answers, results: list[Answers]) -> tuple[float, str]:
     """The largest difference of any item on any rank, and where it is."""
     return max((value, f"{name} on rank {rank}") for rank, r in enumerate(results) for name, value in differences(expected, r).items())
+
+
+def logits_off(whole: Any, group: Group) -> float:
+    """The largest difference of the logits of `whole` and of a copy that the group's ranks split."""
+    ids = tiny.ids(whole.config)
+    split = parallelize(copy.deepcopy(whole), derive(whole.config, group.size), group)
+    with torch.no_grad(), Float64():
+        return float((split(ids).logits - whole(ids).logits).abs().max())

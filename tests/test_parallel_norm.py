@@ -27,7 +27,7 @@ from colrow.proof.shrink import Small
 
 from . import tiny
 from .families import EVEN, EXPERTS
-from .splitting import TOLERANCE, decode, next_token_loss
+from .splitting import TOLERANCE, decode, logits_off, next_token_loss
 from .test_planning_sums import H, I, Norm, derived, model_of
 
 SIZES: dict[str, Any] = {**tiny.TOKENS, "hidden_size": 64, "intermediate_size": 51, "num_hidden_layers": 2, "max_position_embeddings": 64}
@@ -175,11 +175,7 @@ def test_a_forward_that_takes_no_mean_is_an_error() -> None:
 
 
 def on_process(group: Group) -> float:
-    config = olmo()
-    whole, ids = scaled(config), tiny.ids(config)
-    split = parallelize(copy.deepcopy(whole), derive(config, 2), group)
-    with torch.no_grad(), Float64():
-        return float((split(ids).logits - whole(ids).logits).abs().max())
+    return logits_off(scaled(olmo()), group)
 
 
 @pytest.mark.process

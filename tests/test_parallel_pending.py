@@ -28,7 +28,7 @@ from colrow.proof.precision import Float64
 
 from . import tiny
 from .families import EVEN, PLAIN
-from .splitting import TOLERANCE, decode, next_token_loss
+from .splitting import TOLERANCE, decode, logits_off, next_token_loss
 from .test_planning_sums import Feed, Norm, derived, model_of, places
 
 # by itself
@@ -311,11 +311,7 @@ def test_a_plan_without_a_half_is_refused(op: str, module: str, message: str) ->
 
 
 def on_process(group: Group) -> float:
-    config = CONFIGS["cohere"]()
-    model, ids = tiny.whole(config), tiny.ids(config)
-    split = parallelize(copy.deepcopy(model), derive(config, 2), group)
-    with torch.no_grad(), Float64():
-        return float((split(ids).logits - model(ids).logits).abs().max())
+    return logits_off(tiny.whole(CONFIGS["cohere"]()), group)
 
 
 @pytest.mark.process

@@ -11,13 +11,13 @@ attended.py), running it (program.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..kernels.library import Op
+from ..planning.trace import leaves
 from .attended import attend, cached, follow
 from .lower import lower
 from .products import PRODUCTS, pick, product
@@ -86,7 +86,7 @@ def same(a: Compiled, b: Compiled) -> bool:
 def _is_live(made: Steps, op: Ran) -> bool:
     if op.name in _SHAPES_ONLY:
         return False  # a constant, whatever it takes its shape from
-    tensors = list(_tensors((op.args, op.kwargs)))
+    tensors = list(leaves((op.args, op.kwargs), torch.Tensor))
     if op.name in PRODUCTS and any(id(x) in made.depends for x in tensors):
         return op.name != "bmm" or any(id(x) in made.picked for x in tensors)  # of rotary angles, which have no weight
     return any(made.is_live(x) for x in tensors)
@@ -94,7 +94,7 @@ def _is_live(made: Steps, op: Ran) -> bool:
 
 def _is_light(made: Steps, op: Ran) -> bool:
     """Whether torch has to run the op again in each step. It is noted what its results depend on."""
-    depends = frozenset[str]().union(*(made.depends.get(id(x), frozenset()) for x in _tensors((op.args, op.kwargs))))
+    depends = frozenset[str]().union(*(made.depends.get(id(x), frozenset()) for x in leaves((op.args, op.kwargs), torch.Tensor)))
     if not depends or op.name in _SHAPES_ONLY:
         return False
     if op.name in ("_local_scalar_dense", "equal", "nonzero"):
@@ -117,7 +117,7 @@ def _needed(light: list[Ran], inputs: list[tuple[torch.Tensor, torch.Tensor]]) -
     for op in reversed(light):
         if any(id(x) in wanted for x in op.outputs):
             out.append(op)
-            wanted |= {id(x) for x in _tensors((op.args, op.kwargs))}
+            wanted |= {id(x) for x in leaves((op.args, op.kwargs), torch.Tensor)}
     return out[::-1]
 
 
@@ -137,13 +137,3 @@ def _live(made: Steps, op: Ran) -> None:
         made.view(op)
     else:
         lower(made, op)
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for x in tree:
-            yield from _tensors(x)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))

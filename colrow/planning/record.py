@@ -25,7 +25,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .inputs import DECODED, TOKENS, Example, examples
 from .ints import Expr, Tracked
 from .sizes import IntReader
-from .trace import BATCH, LENGTH, SOURCE_LENGTH, AttentionCall, Call, IntUse, Op, Ref, Trace, TraceError, Value, references
+from .trace import BATCH, LENGTH, SOURCE_LENGTH, AttentionCall, Call, IntUse, Op, Ref, Trace, TraceError, Value, leaves
 
 THROUGH_INTERFACE, EAGER = "colrow_trace", "eager"
 SMALL = 1 << 16  # elements of a constant whose content is kept
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(leaves((args, kwargs), torch.Tensor))
         inputs = [self.value(t) for t in tensors]
         if func._schema.name in ("aten::_local_scalar_dense", "aten::equal"):
             return self._host_read(func, inputs, args)
@@ -140,7 +140,7 @@ class Recorder(TorchDispatchMode):
 
     def _by_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The shapes of an op whose result's size depends on numbers that are known: which places of a row are a picture's."""
-        masks = [ref.id for ref in references((args, kwargs)) if not self.values[ref.id]["dtype"].is_floating_point]
+        masks = [ref.id for ref in leaves((args, kwargs), Ref) if not self.values[ref.id]["dtype"].is_floating_point]
         if not masks or any(self.values[i]["data"] is None for i in masks):
             return None
         found = self._on_cpu(func, args, kwargs, unknown=True)
@@ -194,16 +194,6 @@ def _found(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     if x.dim() == 1:
         return torch.empty(len(x), 1, dtype=torch.long, device="meta"), torch.arange(len(x)).unsqueeze(1)
     return torch.empty(FOUND, x.dim(), dtype=torch.long, device="meta"), None
-
-
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, list | tuple):
-        for x in tree:
-            yield from _tensors(x)
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
 
 
 def _named(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

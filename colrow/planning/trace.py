@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -20,6 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .inputs import TOKENS, Example, examples
 from .ints import Expr
 from .models import build
+
+Leaf = TypeVar("Leaf")
 
 BATCH, LENGTH, SOURCE_LENGTH = 2, 7, 11
 """Sizes of the traced inputs. Never 1, which would hide an axis; `SOURCE_LENGTH` is an encoder's, where a decoder has `LENGTH`."""
@@ -80,7 +82,7 @@ class Op:
 
     def inputs(self) -> list[int]:
         """Value ids of all tensor arguments, in order, with repetitions."""
-        return [ref.id for ref in references((self.args, self.kwargs))]
+        return [ref.id for ref in leaves((self.args, self.kwargs), Ref)]
 
 
 @dataclass
@@ -151,15 +153,15 @@ class Trace:
         return f"{self.module_of(op) or 'model'}: {op.name}"
 
 
-def references(tree: Any) -> Iterator[Ref]:
-    """All `Ref`s in nested tuples, lists and dicts, in order."""
-    if isinstance(tree, Ref):
+def leaves(tree: Any, kind: type[Leaf]) -> Iterator[Leaf]:
+    """All of this kind in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, list | tuple):
         for x in tree:
-            yield from references(x)
+            yield from leaves(x, kind)
     elif isinstance(tree, dict):
-        yield from references(list(tree.values()))
+        yield from leaves(list(tree.values()), kind)
 
 
 def empty_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:

@@ -15,6 +15,7 @@ from torch import nn
 from ..comm import collectives
 from ..comm.group import Group
 from ..parallel.head import sharded_logits
+from ..planning.trace import leaves
 from .step import Batch
 
 
@@ -31,7 +32,7 @@ def first_not_finite(model: nn.Module, batches: Sequence[Batch], group: Group) -
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             nonlocal count
             count += 1
-            if not mine and any(not bool(t.isfinite().all()) for t in _tensors(output)):
+            if not mine and any(t.is_floating_point() and not bool(t.isfinite().all()) for t in leaves(output, torch.Tensor)):
                 mine.append((count, f"the first output that is not finite is that of {name or 'the model'}"))
 
         return hook
@@ -47,10 +48,3 @@ def first_not_finite(model: nn.Module, batches: Sequence[Batch], group: Group) -
             handle.remove()
     found = [place for places in collectives.gather_objects(mine, group, "not_finite") for place in places]
     return min(found)[1] if found else "every output of the forward pass is finite: it arose in the backward pass"
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output] if output.is_floating_point() else []
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return [t for value in values for t in _tensors(value)]

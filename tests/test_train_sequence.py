@@ -16,6 +16,7 @@ from transformers import (
     Gemma3TextConfig,
     GPTJConfig,
     GPTNeoXConfig,
+    LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -24,7 +25,6 @@ from transformers import (
     PhiConfig,
     PreTrainedConfig,
     Qwen3Config,
-    StableLmConfig,
     T5Config,
 )
 
@@ -278,11 +278,11 @@ def test_models_that_it_does_not_fit_are_refused() -> None:
 
     with pytest.raises(UserError, match="decoders and encoders alone"):
         run_threads(task, 2)
-    config = StableLmConfig(**{k: v for k, v in SIZES.items() if k != "head_dim"}, qk_layernorm=True)
-    plan = derive(config, 2)
-    assert not plan.attention, "each head has a norm module of its own: attention stays whole"
+    config = LlamaConfig(**SIZES | {"num_attention_heads": 2, "num_key_value_heads": 2})
+    plan = derive(config, 3)
+    assert not plan.attention, "fewer heads than ranks: attention stays whole"
     with pytest.raises(UserError, match="sequence parallelism needs"):
-        run_threads(task, 2)
+        run_threads(task, 3)
 
 
 def test_experts_need_a_position_on_every_rank() -> None:

@@ -28,6 +28,7 @@ from . import (
     attention,
     borders,
     embedding,
+    entries,
     experts,
     generate,
     gradients,
@@ -104,6 +105,7 @@ def _apply(model: nn.Module, plan: Plan, group: Group, cut: Sequence | None) -> 
         if region not in done and region.op != "mean":
             borders.install(model, state, region)
     norm.install(model, plan, group)
+    entries.install(model, plan, group)
     once.install(model, plan, group)
     experts.choose(model, plan)
     state.sums = gradients.install(model, plan, group)

@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..partition import Partition
 from ..planning.graph import is_table
 from ..planning.plan import Attention, BufferPlan, Edit, Plan, Region, TensorPlan
-from . import attention, norm
+from . import attention, entries, norm
 from .borders import awaited
 from .embedding import check_vocab
 from .linear import OUTPUT_DIM
@@ -35,6 +35,9 @@ def check(model: nn.Module, plan: Plan, group: Group) -> None:
     _check_names(model, plan)
     for entry in plan.tensors.values():
         _check_tensor(model, plan, entry)
+    for path in entries.lists(plan):
+        if not isinstance(_module(model, path, "an entry"), nn.ModuleList):
+            raise UserError("entries that ranks have apart must lie in a list of modules", path, AGAIN)
     for buffer in plan.buffers:
         _check_buffer(model, plan, buffer)
     for region in plan.regions:
@@ -100,7 +103,7 @@ def _check_buffer(model: nn.Module, plan: Plan, buffer: BufferPlan) -> None:
 def _check_cut(plan: Plan, module: nn.Module, name: str, key: str, entry: TensorPlan) -> None:
     """A cut must be one that the layer's class can carry out; other modules use a "split" parameter as they would the whole one."""
     cut, kind = entry.partition, type(module)
-    if cut.dim is None or (entry.role == "split" and kind not in OUTPUT_DIM and not is_table(kind)):
+    if cut.dim is None or entry.role == "entry" or (entry.role == "split" and kind not in OUTPUT_DIM and not is_table(kind)):
         return
     if kind in OUTPUT_DIM and key == "weight":
         column = cut.dim == OUTPUT_DIM[kind]

@@ -101,6 +101,11 @@ class Cuts:
         pieces = tuple(self.ranges(dims[cut[0]], rank) for rank in range(self.ranks))
         return Partition(cut[0], pieces)
 
+    def entry(self, dim: Dim, number: int, rows: int) -> Partition:
+        """Of a tensor of so many rows that belongs to one index of a dim: all of it on the ranks that hold the index."""
+        held = (any(a <= number < b for a, b in self.ranges(dim, rank)) for rank in range(self.ranks))
+        return Partition(0, tuple(((0, rows),) if has else () for has in held))
+
     def _ranges(self, nodes: list[Node], rank: int) -> Ranges:
         total = size(nodes)
         if not self.touches(nodes):

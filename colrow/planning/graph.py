@@ -61,6 +61,8 @@ class Graph:
         self.trace = trace
         self.axes: Axes = follow(trace)
         self.leaves: list[frozenset[Node]] = [frozenset(n for d in dims for n in leaves(d)) for dims in self.axes.dims]
+        for at, (axis, _) in self.axes.entries.items():  # it is there on the ranks that have this entry
+            self.leaves[at] |= frozenset(leaves(axis))
         self.producer: list[int | None] = [None] * len(trace.values)
         self.consumers: list[list[int]] = [[] for _ in trace.values]
         self.inputs: list[list[int]] = [list(dict.fromkeys(op.inputs())) for op in trace.ops]

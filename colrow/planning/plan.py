@@ -23,9 +23,10 @@ from ..errors import UserError
 from ..partition import Partition
 from .lengths import Length
 
-Role = Literal["column", "row", "vocab", "split", "whole"]
+Role = Literal["column", "row", "vocab", "split", "entry", "whole"]
 """column: cut along output features. row: cut along input features, its output is a partial sum. vocab: an embedding cut along its rows.
-split: any other cut tensor (per-head constants, norms over a split axis). whole: every rank holds all of it."""
+split: any other cut tensor (per-head constants, norms over a split axis). entry: of a module in a list that stands for one index of a cut
+axis (a norm for each head), all of it on the ranks that have the index. whole: every rank holds all of it."""
 
 RegionOp = Literal["copy", "reduce", "gather", "slice", "hold", "mean"]
 """copy: Megatron's f (identity forward, all-reduce of the gradient backward). reduce: g (all-reduce forward, identity backward).

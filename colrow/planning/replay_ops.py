@@ -9,7 +9,7 @@ An op is never helped along by communication here: what a rank does not have, it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -170,11 +170,22 @@ def _mix(op: Op, inputs: Inputs, where: str) -> list[Spread]:
     mixed = {d % dims for d in MIXES[op.name](op.args, dims)} if dims else set()
     if any(s.partial for s in inputs.values()):
         raise ReplayError(f"{where}: a partial sum enters, which must be added up before")
-    if not all(first.is_full(d) for d in mixed) or not all(s.is_full_box for s in list(inputs.values())[1:]):
+    busy = [rank for rank, x in enumerate(first.data) if x.numel() or not any(first.shape)]  # the others have other heads
+    others = [s for s in inputs.values() if s is not first]
+    if any(_lacks(first, rank, mixed) or any(_lacks(s, rank, range(len(s.shape))) for s in others) for rank in busy):
         raise ReplayError(f"{where} mixes an axis of which the ranks hold slices ({first.state()})")
-    outs = per_rank(op, inputs)
+    outs = per_rank(op, {i: _filled(s, busy) for i, s in inputs.items()})
     kept = [d for d in range(dims) if d not in mixed]
     return [_with_box(out, first, kept, mixed) for out in outs]
+
+
+def _lacks(x: Spread, rank: int, dims: Iterable[int]) -> bool:
+    return any(len(x.held[rank][d]) < x.shape[d] for d in dims)
+
+
+def _filled(x: Spread, busy: list[int]) -> Spread:
+    """Any numbers for the ranks that have nothing to do, so that the op runs there too."""
+    return Spread(x.shape, tuple(d if r in busy else d.new_zeros(x.shape) for r, d in enumerate(x.data)), x.held, x.partial)
 
 
 def _with_box(out: Spread, source: Spread, kept: list[int], mixed: set[int]) -> Spread:
@@ -186,7 +197,8 @@ def _with_box(out: Spread, source: Spread, kept: list[int], mixed: set[int]) -> 
         shape[at] = source.shape[d]
         for rank in range(source.ranks):
             boxes[rank][at] = source.held[rank][d]
-    return Spread(tuple(shape), out.data, tuple(tuple(b) for b in boxes))
+    data = tuple(x[tuple(slice(len(b)) for b in box)] for x, box in zip(out.data, boxes, strict=True))  # nothing, where there was nothing
+    return Spread(tuple(shape), data, tuple(tuple(b) for b in boxes))
 
 
 def _sum(op: Op, inputs: Inputs, where: str) -> Spread:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from . import lengths
+from . import entries, lengths
+from .entries import Entries
 from .factors import Dim, Factors, length
 from .inputs import DECODED, TOKENS
 from .ints import Expr
@@ -46,6 +47,7 @@ class Axes:
     effects: list[Effect]
     given: dict[tuple[int, int], Expr] = field(default_factory=dict)
     """(value, dim) -> the int of the model's code that made it longer or shorter."""
+    entries: dict[int, tuple[Dim, int]] = field(default_factory=dict)  # value -> (axis, number) of the one entry to which it belongs
 
     def of(self, ref: Any) -> list[Dim]:
         """Dims of a tensor argument of an op."""
@@ -139,10 +141,34 @@ def follow(trace: Trace) -> Axes:
         if value.kind != "result":
             axes.dims[value.id] = axes.fresh(value.shape)
     _mark_inputs(axes)
+    loops = {op: found for found in entries.find(trace) for op in (found.split, found.join)}
     for op in trace.ops:
         axes.factors.why = f"{op.name} in {trace.module_of(op) or 'the model'}"
-        axes.effects.append(_apply(axes, op))
+        axes.effects.append(_one_by_one(axes, op, loops[op.index]) if op.index in loops else _apply(axes, op))
     return axes
+
+
+def _one_by_one(axes: Axes, op: Op, loop: Entries) -> Effect:
+    """The two ends of an axis whose entries go through modules of their own: it is not taken apart, so it stays one axis."""
+    source = axes.of(axes.trace.ops[loop.split].args[0])
+    pair = axes.factors.split(source[loop.dim], loop.width)
+    if pair is None:
+        return _apply(axes, op)
+    outer, inner = pair
+    if op.index == loop.split:
+        axes.entries.update((value, (outer, number)) for value, number in loop.members.items())
+        for o in op.outputs:
+            axes.dims[o] = [*source[: loop.dim], inner, *source[loop.dim + 1 :]]
+        return Effect("linear")
+    pieces = [axes.dims[v] for v in op.inputs()]
+    for piece in pieces[1:]:
+        axes.unify(pieces[0], piece)
+    at = bind(op)["dim"] % len(pieces[0])
+    dims = [*pieces[0][:at], [*outer, *pieces[0][at]], *pieces[0][at + 1 :]]
+    if [_size(dim) for dim in dims] != list(axes.trace.values[op.outputs[0]].shape):
+        return _apply(axes, op)
+    axes.dims[op.outputs[0]] = dims
+    return Effect("linear")
 
 
 def _mark_inputs(axes: Axes) -> None:

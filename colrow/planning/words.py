@@ -82,6 +82,10 @@ class _Words:
             partial = once or name in self.choice.gradients.parameters
             why = self.why_whole(name, partial) if not once else "whole: added to partial sums, so one rank uses it and the others zeros"
             return TensorPlan(name, shape, whole(self.ranks), "whole", why, "partial" if partial else "whole", aliases, once=once)
+        if at in self.graph.axes.entries:
+            axis, number = self.graph.axes.entries[at]
+            why = f"entry: belongs to number {number} of {self.noun(found)}, so it lies where that is"
+            return TensorPlan(name, shape, self.choice.cuts.entry(axis, number, shape[0]), "entry", why, aliases=aliases)
         partition = self.choice.cuts.partition(self.graph.axes.dims[at])
         role = self.role(name, at, partition)
         return TensorPlan(name, shape, partition, role, self.why_cut(name, role, found), aliases=aliases, path=self.path(found))

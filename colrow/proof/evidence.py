@@ -118,6 +118,8 @@ def _answers(reference: Reference, answers: Answers) -> Iterator[Item]:
 def _gradients(model: nn.Module, plan: Plan, rank: int, reference: Reference) -> Iterator[Item]:
     """This rank's slices against the same slices of the whole model's gradients."""
     for name, parameter in model.named_parameters():
+        if parameter.grad is None and not parameter.numel():  # of an entry that lies on other ranks
+            continue
         if (parameter.grad is None) != (name not in reference.gradients):
             detail = "is missing" if parameter.grad is None else "is there, the whole model has none"
             yield Item("gradients", name, float("inf"), 0.0, detail=detail)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from colrow.cli.train import check_files
+from colrow.checkpoint.model_dir import ModelFiles
+from colrow.cli.options import check_training_files
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.errors import UserError
@@ -153,11 +154,14 @@ def test_the_commands_train_and_export(model: Path, tmp_path: Path) -> None:
 
 def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
     (tmp_path / "d.txt").write_text("some text")
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("precious")
     for arguments, message in (
         (["train", model, "--data", tmp_path / "none.jsonl", "--out", tmp_path / "o"], "there is no data file"),
         (["train", model, "--data", tmp_path / "d.txt", "--out", tmp_path / "full"], "not of a training run"),
+        (["train", model, "--data", tmp_path / "empty.jsonl", "--out", tmp_path / "o", "--tp", 2], "nothing to learn from"),
+        (["train", model, "--data", tmp_path / "d.txt", "--out", tmp_path / "o", "--dp", 9], "9 replicas share the rows of a step"),
         (["train", model, "--data", tmp_path / "d.txt", "--out", tmp_path / "o", "--lr", "0"], "learning rate"),
         (["export", tmp_path / "full", tmp_path / "o"], "no training checkpoint"),
     ):
@@ -167,13 +171,41 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
         assert message in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "nothing to learn from"),
+        ('{"text": " "}\n{"prompt": "a", "completion": ""}', "nothing to learn from"),
+        ('{"text": "a"}\n{"text"', r"d\.jsonl:2 is not JSON"),
+        ('{"text": "a"}\n\n{"words": "b"}', r"d\.jsonl:3 has no text that colrow knows, got \['words'\]"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant says nothing"),
+        ('{"messages": ["x"]}', "message without a role, got x"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', r"d\.jsonl:1 is a conversation, and the model has no chat template"),
+        ("\udcff", "cannot be read"),
+    ],
+)
+def test_wrong_or_empty_data_is_refused_before_anything_starts(text: str, message: str, tmp_path: Path) -> None:
+    """Also where it is the data to evaluate on. Nothing is made; without torch, so that a mistake is told at once."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "tokenizer_config.json").write_text("{}")
+    files = ModelFiles("m", tmp_path / "m", "config")
+    good, wrong = tmp_path / "good.txt", tmp_path / "d.jsonl"
+    good.write_text("text")
+    wrong.write_bytes(text.encode(errors="surrogateescape"))
+    for data, evaluation in ((wrong, None), (good, wrong)):
+        with pytest.raises(UserError, match=message):
+            check_training_files(data, evaluation, tmp_path / "out", files)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a place where nobody can make a directory")
 def test_a_place_that_cannot_be_written_is_said_before_anything_starts(tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "a"}')
+    files = ModelFiles("m", tmp_path, "config")
     with pytest.raises(UserError, match=r"nothing can be written to --out, got /proc/out"):
-        check_files(texts, None, Path("/proc/out"))
-    assert check_files(texts, None, tmp_path / "new" / "run")[0] == texts
+        check_training_files(texts, None, Path("/proc/out"), files)
+    assert check_training_files(texts, None, tmp_path / "new" / "run", files)[0] == texts
     assert list((tmp_path / "new" / "run").iterdir()) == []
 
 

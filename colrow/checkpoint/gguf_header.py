@@ -17,7 +17,6 @@ from typing import Any
 import gguf
 
 from ..errors import UserError
-from .source import beginning
 
 # type number -> struct format of the fixed-size metadata values; 8 is a string, 9 an array
 FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -99,6 +98,8 @@ def read(path: Path) -> Header:
         raise UserError(f"{path} is empty", "0 bytes", AGAIN)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:4] != b"GGUF":
+            from .source import beginning  # imports torch, which a look at the header can do without
+
             raise UserError(f"{path} is not a GGUF file", beginning(path), AGAIN)
         cursor = _Cursor(data)
         try:

@@ -76,6 +76,15 @@ class ModelFiles:
             raise UserError(what, "an empty vocabulary", works)
         return found
 
+    def may_have_chat_template(self) -> bool:
+        """False where the files show, without being opened by transformers, that their tokenizer has none."""
+        from . import gguf_header
+
+        if self.kind == "gguf":
+            return any(key.startswith("tokenizer.chat_template") for key in gguf_header.read(self.path).values)
+        known = self.path / "tokenizer_config.json"
+        return not known.is_file() or bool(_read_json(known).get("chat_template")) or any(self.path.glob("*chat_template*"))
+
     def source(self) -> Source:
         """The tensors, with everything checked that can be checked without reading one. UserError names the file that is wrong."""
         if self.kind == "config":

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import re
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import psutil
 from ..checkpoint.model_dir import ModelFiles, find
 from ..engine.settings import check_dtype
 from ..errors import UserError
+from ..train import lines
 from .job import Opening
 from .units import nbytes
 
@@ -140,6 +142,27 @@ def check_writable(path: Path | None, works: str) -> None:
         raise UserError("there is no directory for the file to write", path, works)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError("the file cannot be written", path, works)
+
+
+def check_training_files(data_file: Path, evaluation: Path | None, out: Path, model: ModelFiles) -> tuple[Path, Path | None]:
+    """UserError, before anything is started, where data is missing, empty or wrong, or `out` cannot be a run's directory."""
+    for path in (data_file, *([evaluation] if evaluation else [])):
+        if not path.is_file():
+            raise UserError("there is no data file", path, "--data F.jsonl or F.txt")
+        talk = next((said.where for said in lines.read(path) if said.messages), None)
+        if talk is not None and not model.may_have_chat_template():
+            raise UserError(f"{talk} is a conversation, and the model has no chat template", model.name, '{"text": ...}')
+    if out.exists() and not out.is_dir():
+        raise UserError("--out must be a directory", out, "a new name")
+    if out.is_dir() and any(out.iterdir()) and not (out / "checkpoints").is_dir() and not (out / "log.jsonl").is_file():
+        raise UserError("--out has files in it that are not of a training run", out, "a new name")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):  # os.access says yes to root where the file system says no
+            pass
+    except OSError as e:
+        raise UserError("nothing can be written to --out", f"{out} ({e.strerror})", "a directory with room for the model") from e
+    return data_file.resolve(), evaluation.resolve() if evaluation else None
 
 
 def check_peft(wanted: bool) -> None:

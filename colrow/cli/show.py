@@ -14,7 +14,7 @@ from ..comm.ranks import Ranks
 from ..errors import UserError
 from .interrupt import ending_at_once
 from .job import Account, OnRanks, Opening, Stage, Traced, Wish
-from .options import check_room
+from .options import check_room, check_training_files
 from .screen import Screen, account_lines, note, say, write
 
 IMPORTS = ("colrow.cli.run", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")  # while this process imports torch
@@ -82,10 +82,10 @@ def _ask() -> str:
 def train(
     ranks: int, backend: str, opening: Opening, settings: Any, files: tuple[Path, Path | None], out: Path, trace: Path | None = None
 ) -> None:
-    from . import train as command
-
-    files = command.check_files(*files, out)
+    files = check_training_files(*files, out, opening.files)
     with Screen() as screen, _ranks(ranks, backend, screen) as stream:
+        from . import train as command
+
         traced = command.show(stream, screen, opening, settings, files, out.resolve())
     if trace is not None and traced is not None:
         _write_trace(trace, traced)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from ..comm.decide import on_rank_0
 from ..comm.group import Group
 from ..engine import account
 from ..engine.account import RankMemory, Stages
-from ..errors import UserError
 from ..parallel.adapter_files import peft
 from ..parallel.adapters import add_adapter, every_linear_layer
 from ..parallel.state import state_of
@@ -191,24 +189,6 @@ def finish(item: Finished, out: Path) -> None:
         note(f"{'memory' if m.rank == 0 else '':12} rank {m.rank}: {nbytes(m.resident)} resident, {nbytes(m.parameters)} of it parameters")
     note(f"{'loss':12} {out / 'loss.html'}, {out / 'log.jsonl'}")
     say(str(item.model))
-
-
-def check_files(data_file: Path, evaluation: Path | None, out: Path) -> tuple[Path, Path | None]:
-    """UserError, before anything is started, where a file is missing or `out` cannot be a run's directory."""
-    for path in (data_file, *([evaluation] if evaluation else [])):
-        if not path.is_file():
-            raise UserError("there is no data file", path, "--data F.jsonl or F.txt")
-    if out.exists() and not out.is_dir():
-        raise UserError("--out must be a directory", out, "a new name")
-    if out.is_dir() and any(out.iterdir()) and not (out / "checkpoints").is_dir() and not (out / "log.jsonl").is_file():
-        raise UserError("--out has files in it that are not of a training run", out, "a new name")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):  # os.access says yes to root where the file system says no
-            pass
-    except OSError as e:
-        raise UserError("nothing can be written to --out", f"{out} ({e.strerror})", "a directory with room for the model") from e
-    return data_file.resolve(), evaluation.resolve() if evaluation else None
 
 
 @torch.no_grad()

@@ -1,7 +1,4 @@
-"""Training data: text, JSONL and conversations become rows of token ids with labels.
-
-    F.txt       running text, cut into rows of the wanted length
-    F.jsonl     one document a line: {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}
+"""Training data: text, JSONL and conversations (lines.py) become rows of token ids with labels. Running text is cut into rows.
 
 Loss is asked for where the model should learn: all of a text, the completion, what the assistant says (with the token that ends its turn).
 Several short documents share a row (`pack`), each with positions of its own from 0 on; transformers makes the attention mask from those, so
@@ -10,8 +7,7 @@ that no document sees another. Everything here is a function of the file and the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +15,9 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from . import lines
+from .lines import Piece, Said
 from .step import IGNORED
-
-Piece = tuple[str, bool]  # text, and whether the model should learn to say it
-FORMS = 'lines such as {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
 
 
 @dataclass(frozen=True)
@@ -44,65 +39,39 @@ class Row:
 
 def read(path: Path, tokenizer: Any, length: int) -> list[Document]:
     """The documents of a file, none longer than `length` tokens. UserError names the line that cannot be used."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError("the data cannot be read", f"{path}: {error}", "a text file or JSONL in UTF-8") from error
-    if path.suffix not in (".jsonl", ".json"):
-        out = list(_cut(_tokens(tokenizer, [(text, True)], begin=True), length))
-    else:
-        out = []
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                pieces = _pieces(line, f"{path}:{number}", tokenizer)
-                whole = _tokens(tokenizer, pieces, begin=not isinstance(pieces, list))
-                out += _cut(whole, length) if all(learn for _, learn in pieces) else [Document(whole.ids[:length], whole.labels[:length])]
+    out: list[Document] = []
+    for said in lines.read(path):
+        pieces = tuple(_turns(said, tokenizer)) if said.messages else said.pieces
+        whole = _tokens(tokenizer, pieces, begin=not said.messages)
+        out += _cut(whole, length) if all(learn for _, learn in pieces) else [Document(whole.ids[:length], whole.labels[:length])]
     out = [document for document in out if len(document.ids) > 1 and any(label != IGNORED for label in document.labels[1:])]
     if not out:
-        raise UserError(f"{path} has nothing to learn from", f"{len(text)} characters", FORMS)
+        raise UserError(f"{path} has nothing to learn from", "no document of two tokens or more", lines.FORMS)
     return out
 
 
-def _pieces(line: str, where: str, tokenizer: Any) -> Sequence[Piece]:
-    """A list for what a chat template made (it has its own special tokens), a tuple for plain text."""
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON", str(error), FORMS) from error
-    match entry:
-        case {"messages": [_, *_] as messages}:
-            return list(_turns(messages, tokenizer, where))
-        case {"prompt": str(prompt), "completion": str(completion)}:
-            return ((prompt, False), (completion, True))
-        case {"text": str(text)}:
-            return ((text, True),)
-    raise UserError(f"{where} has no text that colrow knows", sorted(entry) if isinstance(entry, dict) else type(entry).__name__, FORMS)
-
-
-def _turns(messages: Sequence[Mapping[str, str]], tokenizer: Any, where: str) -> Iterator[Piece]:
+def _turns(said: Said, tokenizer: Any) -> Iterator[Piece]:
     """The conversation as the tokenizer's template writes it, cut where the assistant begins and ends to speak."""
     if getattr(tokenizer, "chat_template", None) is None:
-        raise UserError(f"{where} is a conversation, and the model has no chat template", works='{"text": ...}')
+        raise UserError(f"{said.where} is a conversation, and the model has no chat template", works='{"text": ...}')
     written = ""
-    for at, message in enumerate(messages):
-        if message.get("role") != "assistant":
+    for at, message in enumerate(said.messages):
+        if message["role"] != "assistant":
             continue
         try:
-            asked = tokenizer.apply_chat_template(list(messages[:at]), tokenize=False, add_generation_prompt=True)
-            answered = tokenizer.apply_chat_template(list(messages[: at + 1]), tokenize=False)
+            asked = tokenizer.apply_chat_template(list(said.messages[:at]), tokenize=False, add_generation_prompt=True)
+            answered = tokenizer.apply_chat_template(list(said.messages[: at + 1]), tokenize=False)
         except Exception as error:  # templates raise what they like
             raise UserError(
-                f"{where}: the chat template refuses the conversation", str(error), "roles user and assistant in turn"
+                f"{said.where}: the chat template refuses the conversation", str(error), "roles user and assistant in turn"
             ) from error
         if not (asked.startswith(written) and answered.startswith(asked)):
             raise UserError(
-                f"{where}: the chat template rewrites what was said before", message.get("role"), "one question and one answer a line"
+                f"{said.where}: the chat template rewrites what was said before", message["role"], "one question and one answer a line"
             )
         yield asked[len(written) :], False
         yield answered[len(asked) :], True
         written = answered
-    if not written:
-        raise UserError(f"{where} is a conversation in which the assistant says nothing", works='a message with "role": "assistant"')
 
 
 def _tokens(tokenizer: Any, pieces: Sequence[Piece], begin: bool) -> Document:

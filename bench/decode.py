@@ -1,43 +1,52 @@
-"""Decoding of a 1.1B model (TinyLlama's shape, random weights) by colrow and by others, beside the bound that memory sets.
+"""Decoding and reading prompts of a 1.1B model (TinyLlama's shape, random weights) by colrow and by others, beside what the machine allows.
 
-    python bench/decode.py FOLDER [--dtype bfloat16] [--tokens 24] [--results FILE --next] [--only NAME]
+    python bench/decode.py FOLDER [--peer NAME=PYTHON ...] [--tokens 24] [--results FILE --next] [--only NAME]
 
-FOLDER gets the weights, once. Every contestant runs by itself and prints one line: tokens per second after the first (median of the steps),
-as a part of its own floor, tokens per second of a prompt of 512, and tokens per second of 8 sequences together where it can. The floor is
-what a rank must read per token / the read bandwidth that bench/read.c measures with as many processes as there are ranks (or threads).
-With --results, each call with --next runs one contestant that is not in FILE yet, and a call without it prints the table: so that a run can
-be cut into pieces on a machine that is shared. Peers that are not installed are left out with a line.
+FOLDER gets the weights, once. Every contestant runs by itself; one that is asked for by several --next calls is shown by its medians.
+
+* tokens/s after the first token, by the median of the steps; as a part of the floor, which is the bytes of all weights that a token reads /
+  the bandwidth that bench/read.c measures with as many processes as there are ranks (or threads), just before and just after.
+* prompt: tokens/s of a prompt of 512; as a part of what the model's own matrix products reach by themselves on the same ranks, in the run
+  of each colrow contestant: their time for 512 tokens, one product after the other, without anything between them.
+* together: tokens/s of 8 sequences in one step.
+
+--peer llama.cpp=PYTHON, vLLM=PYTHON and DeepSpeed=PYTHON name the interpreters of the peers' own environments (bench/peers/); a peer that
+has none, or whose interpreter lacks it, is left out with a line. transformers is colrow's own. llama.cpp gets GGUF files of those weights
+(bench/gguf_model.py), in bfloat16 and, against colrow's int8, in Q8_0.
+
+With --results, each call with --next runs the contestant that FILE has least of, and a call without it prints the table: so that a run can
+be cut into pieces on a machine that is shared.
 """
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from bandwidth import read_bandwidth
+from gguf import GGMLQuantizationType
+from gguf_model import write as write_gguf
+from peers.timing import LONG, PROMPT, prompt, rate, seconds
 from random_model import write
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch.nn import functional as F
+from transformers import LlamaConfig
 
 from colrow import api
-from colrow.comm import launch
-from colrow.comm.group import Group, single
+from colrow.comm import collectives, launch
+from colrow.comm.group import Group
 from colrow.engine import account
 from colrow.engine.forward import Forward
 from colrow.engine.generate import generate
 from colrow.engine.slots import Slot
 from colrow.engine.stopping import Limits
-from colrow.native import compiler_command
 
 SHAPE = {
     "hidden_size": 2048,
@@ -48,7 +57,8 @@ SHAPE = {
     "vocab_size": 32000,
     "max_position_embeddings": 2048,
 }
-PROMPT, LONG, TOGETHER = 32, 512, 8
+TOGETHER = 8
+PEERS = Path(__file__).parent / "peers"
 Result = dict[str, Any]
 
 
@@ -57,161 +67,170 @@ def colrow(group: Group, folder: str, dtype: str, tokens: int, threads: int, pro
     torch.set_num_threads(threads)
     engine = api.open_engine(folder, group, dtype=dtype, gate=False)
     decoder = engine.decoder if program else None
-    times = [time.perf_counter()]
-    for _ in generate(engine.model, group, [prompt(PROMPT)], limits=Limits(tokens + 1), decoder=decoder):
+    times = []
+    for _ in generate(engine.model, group, [prompt(PROMPT)], limits=Limits(tokens + 2), decoder=decoder):
         times.append(time.perf_counter())
     forward = Forward(engine.model)
-    out: Result = {"rate": rate(times[2:]), "prefill": LONG / fastest(lambda: forward(torch.tensor([prompt(LONG)]), None, None))}
+    out: Result = {"rate": rate(times[1:]), "prefill": LONG / seconds(lambda: forward(torch.tensor([prompt(LONG)]), None, None))}
+    if dtype != "int8":
+        out["products"] = LONG / products(engine.model, group)
     if decoder is not None and decoder.program is not None:
         past = forward(torch.tensor([prompt(PROMPT)]), None, None)[1]
         slots = [Slot(past) for _ in range(TOGETHER)]
-        out["together"] = TOGETHER / fastest(lambda: decoder.program.run([5] * TOGETHER, slots), 8)  # type: ignore[union-attr]
+        out["together"] = TOGETHER / seconds(lambda: decoder.program.run([5] * TOGETHER, slots), 9)  # type: ignore[union-attr]
     rows = engine.model.get_input_embeddings().weight  # of it only one row is read, unless the head shares it
     shared = engine.model.config.tie_word_embeddings
     read = account.memory(engine.model, group)[0].parameters - (0 if shared else rows.numel() * rows.element_size())
-    return {**out, "bytes": read, "how": engine.decoder.steps if program else "the modules"}
-
-
-def alone(folder: str, dtype: str, tokens: int) -> Result:
-    """transformers itself."""
-    torch.set_num_threads(len(cpus()))
-    return plain(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval(), tokens)
-
-
-def by_plan(folder: str, dtype: str, tokens: int) -> Result:
-    """transformers' own tensor parallelism over gloo; called by torchrun on every rank."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    return plain(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), tp_plan="auto").eval(), tokens)
+    return {**out, "bytes": read * group.size, "how": engine.decoder.steps if program else "the modules"}
 
 
 @torch.inference_mode()
-def plain(model: Any, tokens: int) -> Result:
-    """Greedy decoding with the model's own cache."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    out, times = model(torch.tensor([prompt(PROMPT)]), use_cache=True), []
-    for _ in range(tokens + 1):
-        times.append(time.perf_counter())
-        out = model(out.logits[:, -1:].argmax(-1), use_cache=True, **{name: out[name]})
-    long = torch.tensor([prompt(LONG)])
-    return {"rate": rate(times), "prefill": LONG / fastest(lambda: model(long, use_cache=True, logits_to_keep=1))}
+def products(model: Any, group: Group) -> float:
+    """Seconds that the rank's products of LONG tokens take, while the other ranks make theirs. The head, of one token, is left out."""
+    weights = [x.weight for x in model.modules() if isinstance(x, torch.nn.Linear) and x is not model.get_output_embeddings()]
+    given = {w.shape[1]: torch.randn(LONG, w.shape[1]).to(w.dtype) for w in weights}
 
+    def once() -> None:
+        collectives.barrier(group, "bench.products")
+        for w in weights:
+            F.linear(given[w.shape[1]], w)
 
-def prompt(length: int) -> list[int]:
-    return [7 * at % 31999 + 1 for at in range(length)]
-
-
-def rate(times: list[float]) -> float:
-    return 1 / statistics.median(after - before for before, after in itertools.pairwise(times))
-
-
-def fastest(task: Callable[[], Any], times: int = 2) -> float:
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        task()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds) if times > 2 else min(seconds)
-
-
-def cpus() -> list[int]:
-    return sorted(os.sched_getaffinity(0))
+    return seconds(once)
 
 
 # ---- Contestants: name -> (processes or threads that read, what gives a result) ----
 
 
-def contestants(folder: str, dtype: str, tokens: int) -> dict[str, tuple[int, Callable[[], Result]]]:
-    def ranks(tp: int, threads: int, program: bool = True) -> Callable[[], Result]:
-        asked = (folder, dtype, tokens, threads, program)
-        return lambda: launch.spawn(colrow, tp, asked)[0] if tp > 1 else colrow(single(), *asked)
+def contestants(folder: Path, dtype: str, tokens: int, peers: dict[str, str]) -> dict[str, tuple[int, Callable[[], Result]]]:
+    def ranks(tp: int, threads: int, kind: str = dtype, program: bool = True) -> Callable[[], Result]:
+        return lambda: launch.spawn(colrow, tp, (str(folder), kind, tokens, threads, program))[0]
+
+    def peer(name: str, script: str, *arguments: object, processes: int = 1) -> Callable[[], Result]:
+        return lambda: run_peer(peers, name, script, [*map(str, arguments)], processes)
+
+    def llama(kind: GGMLQuantizationType) -> Callable[[], Result]:
+        file = folder / f"model-{kind.name}.gguf"
+        return lambda: (
+            file.exists() or "llama.cpp" not in peers or write_gguf(folder, file, kind),
+            run_peer(peers, "llama.cpp", "llama_cpp_peer.py", [str(file), str(tokens), "2"]),
+        )[1]
 
     return {
         "colrow tp=2, 1 thread each": (2, ranks(2, 1)),
+        "llama.cpp BF16, 2 threads": (2, llama(GGMLQuantizationType.BF16)),
         "colrow tp=1, 1 thread": (1, ranks(1, 1)),
         "colrow tp=1, 2 threads": (2, ranks(1, 2)),
-        "colrow tp=2, int8": (2, lambda: launch.spawn(colrow, 2, (folder, "int8", tokens, 1, True))[0]),
-        "colrow tp=1, 2 threads, int8": (2, lambda: colrow(single(), folder, "int8", tokens, 2)),
+        "vLLM tp=2": (2, peer("vLLM", "vllm_peer.py", folder, tokens, dtype, 2)),
+        "DeepSpeed tp=2": (2, peer("DeepSpeed", "torch_peer.py", folder, tokens, dtype, "deepspeed", processes=2)),
+        "transformers alone, 2 threads": (2, peer("transformers", "torch_peer.py", folder, tokens, dtype, "alone", 2)),
+        "transformers tp_plan=2, gloo": (2, peer("transformers", "torch_peer.py", folder, tokens, dtype, "tp_plan", processes=2)),
         "colrow tp=2 by modules": (2, ranks(2, 1, program=False)),
-        "transformers alone, 2 threads": (2, lambda: alone(folder, dtype, tokens)),
-        "transformers tp_plan=2, gloo": (2, lambda: torchrun(folder, dtype, tokens)),
-        "llama.cpp": (2, lambda: missing("llama_cpp")),
-        "vLLM CPU tp=2": (2, lambda: missing("vllm")),
-        "DeepSpeed tp=2": (2, lambda: missing("deepspeed")),
+        "colrow tp=2, int8": (2, ranks(2, 1, "int8")),
+        "llama.cpp Q8_0, 2 threads": (2, llama(GGMLQuantizationType.Q8_0)),
+        "colrow tp=1, 2 threads, int8": (2, ranks(1, 2, "int8")),
     }
 
 
-def torchrun(folder: str, dtype: str, tokens: int) -> Result:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", sys.executable, __file__, folder]
-    done = subprocess.run([*command, "--dtype", dtype, "--tokens", str(tokens), "--rank"], capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[0]) if lines else {"left out": (done.stderr.strip().splitlines() or ["no result"])[-1][:100]}
+def run_peer(peers: dict[str, str], name: str, script: str, arguments: list[str], processes: int = 1) -> Result:
+    """What the peer's script answers, in the peer's environment; under torchrun where it is several processes."""
+    if name not in peers:
+        return {"left out": f"not installed: no --peer {name}=PYTHON"}
+    several = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
+    done = subprocess.run([peers[name], *several, str(PEERS / script), *arguments], capture_output=True, text=True)
+    answers = [line for line in done.stdout.splitlines() if line.startswith('{"rate"')]
+    return json.loads(answers[-1]) if answers else {"left out": _error(done.stderr)}
 
 
-def missing(package: str) -> Result:
-    return {"left out": f"{package} is not installed in this environment"}
-
-
-def bandwidth(processes: int) -> float:
-    """GB/s of all processes together."""
-    with tempfile.TemporaryDirectory() as directory:
-        program = Path(directory) / "read"
-        source = Path(__file__).parent / "read.c"
-        subprocess.run([*compiler_command(), "-O3", "-march=native", "-std=gnu11", str(source), "-o", str(program)], check=True)
-        done = subprocess.run(
-            [str(program), str(512 << 20), "7", *map(str, cpus()[:processes])], capture_output=True, text=True, check=True
-        )
-    return sum(map(float, done.stdout.split()))
+def _error(text: str) -> str:
+    """The line that says most: the last one of the first traceback, or the last one of all."""
+    found = [line for line in text.splitlines() if "Error: " in line]
+    return (found or text.strip().splitlines() or ["no answer"])[0 if found else -1].strip()[:120]
 
 
 def measured(name: str, readers: int, task: Callable[[], Result]) -> Result:
-    out = {"name": name, **task()}
+    """With the bandwidth of one and of two processes around it, GB/s."""
+    before = [read_bandwidth(n) for n in (1, 2)]
+    out = {"name": name, "readers": readers, **task()}
     if "rate" in out:
-        out["GB/s"] = bandwidth(readers)
+        after = [read_bandwidth(n) for n in (1, 2)]
+        out["one"], out["two"] = (statistics.mean(pair) for pair in zip(before, after, strict=True))
+    return out
+
+
+# ---- What is printed ----
+
+
+def medians(results: list[Result]) -> list[Result]:
+    """One result for each name, with the median of every number, in the order of the names' first coming."""
+    out = []
+    for name in dict.fromkeys(r["name"] for r in results):
+        mine = [r for r in results if r["name"] == name and "rate" in r] or [r for r in results if r["name"] == name]
+        out.append({key: statistics.median(r[key] for r in mine) if isinstance(v, float) else v for key, v in mine[-1].items()})
+        out[-1]["runs"] = len(mine)
     return out
 
 
 def lines(results: list[Result]) -> Iterator[str]:
-    of = {"int8" in r["name"]: r["bytes"] for r in results if r["name"].startswith("colrow tp=1") and "bytes" in r}
-    yield f"{'':32} tokens/s  of floor  prefill  {TOGETHER} together"
-    for r in results:
+    found = {r["name"]: r for r in medians(results)}
+    sizes = {_int8(name): r["bytes"] for name, r in found.items() if "bytes" in r}
+    first = next((r for r in found.values() if "rate" in r), {"rate": 1.0, "prefill": 1.0})
+    yield f"{'':30} runs tokens/s  ratio  of floor   prompt  ratio  of products  {TOGETHER} together  (ratio: to the first line)"
+    for name, r in found.items():
         if "rate" not in r:
-            yield f"{r['name']:32} left out: {r['left out']}"
+            yield f"{name:30} left out: {r['left out']}"
             continue
-        known = of.get("int8" in r["name"], 0)
-        floor = f"{r['rate'] * known / r['GB/s'] / 1e9:8.2f}" if known else f"{'':8}"
-        together = f"{r['together']:8.1f} ({r['together'] / r['rate']:.1f}x)" if "together" in r else ""
-        yield f"{r['name']:32} {r['rate']:8.2f}  {floor}  {r['prefill']:7.0f}  {together}  {r.get('how', '')}"
+        known = sizes.get(_int8(name), 0)
+        floor = f"{r['rate'] * known / (r['one'] if r['readers'] == 1 else r['two']) / 1e9:8.2f}" if known else f"{'':8}"
+        part = f"{r['prefill'] / r['products']:11.2f}" if "products" in r else f"{'':11}"
+        together = f"{r['together']:8.1f} ({r['together'] / r['rate']:.1f}x)" if "together" in r else f"{'':15}"
+        ratios = (r["rate"] / first["rate"], r["prefill"] / first["prefill"])
+        yield (
+            f"{name:30} {r['runs']:4} {r['rate']:8.2f} {ratios[0]:6.2f}  {floor} {r['prefill']:8.0f} {ratios[1]:6.2f}  {part}  {together}"
+            f"  {r.get('how', '')}"
+        )
+    yield from _compared(found)
+
+
+def _int8(name: str) -> bool:
+    return "int8" in name or "Q8_0" in name
+
+
+def _compared(found: dict[str, Result]) -> Iterator[str]:
+    rates = {name: r["rate"] for name, r in found.items() if "rate" in r}
+    for mine, theirs in (("colrow tp=2, 1 thread each", "llama.cpp BF16, 2 threads"), ("colrow tp=2, int8", "llama.cpp Q8_0, 2 threads")):
+        if mine in rates and theirs in rates:
+            yield f"{mine} is {rates[mine] / rates[theirs]:.2f} times {theirs}"
+    two, one = "colrow tp=2, 1 thread each", "colrow tp=1, 1 thread"
+    if two in rates and one in rates:
+        growth = statistics.median(r["two"] / r["one"] for r in found.values() if "two" in r)
+        yield f"two processes read {growth:.2f} times as fast as one; tp=2 decodes {rates[two] / rates[one]:.2f} times as fast as tp=1"
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("folder")
+    options.add_argument("folder", type=Path)
     options.add_argument("--dtype", default="bfloat16")
     options.add_argument("--tokens", type=int, default=24)
+    options.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     options.add_argument("--results", type=Path)
     options.add_argument("--next", action="store_true")
     options.add_argument("--only")
-    options.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     asked = options.parse_args()
-    if asked.rank:
-        result = by_plan(asked.folder, asked.dtype, asked.tokens)
-        if torch.distributed.get_rank() == 0:
-            print(json.dumps(result), flush=True)
-        return
-    if not (Path(asked.folder) / "config.json").exists():
-        write(LlamaConfig(**SHAPE, dtype="bfloat16"), Path(asked.folder))
+    if not (asked.folder / "config.json").exists():
+        write(LlamaConfig(**SHAPE, dtype="bfloat16"), asked.folder)
+    peers = {"transformers": sys.executable} | dict(pair.split("=", 1) for pair in asked.peer)
     results = [json.loads(line) for line in asked.results.read_text().splitlines()] if asked.results and asked.results.exists() else []
-    todo = contestants(asked.folder, asked.dtype, asked.tokens)
-    if asked.results is None or asked.next or asked.only:
-        for name, (readers, task) in todo.items():
-            if name in {r["name"] for r in results} or asked.only not in (None, name):
-                continue
-            results.append(measured(name, readers, task))
-            if asked.results:
-                asked.results.write_text("".join(json.dumps(r) + "\n" for r in results))
-            if asked.next:
-                break
+    todo = contestants(asked.folder, asked.dtype, asked.tokens, peers)
+    if asked.only:
+        names = [asked.only]
+    elif asked.next:
+        names = [min(todo, key=[r["name"] for r in results].count)]
+    else:
+        names = [] if asked.results else list(todo)
+    for name in names:
+        results.append(measured(name, *todo[name]))
+        if asked.results:
+            asked.results.write_text("".join(json.dumps(r) + "\n" for r in results))
     print("\n".join(lines(results)))
 
 

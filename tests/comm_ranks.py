@@ -6,6 +6,7 @@ python -m tests.comm_ranks PROGRAM BACKEND      prints the ranks' process number
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -38,6 +39,16 @@ def origin(g: Group) -> tuple[int, bool]:
     """The process that started this rank, and whether it did so by forking: then both have one command line."""
     parent = os.getppid()
     return parent, Path("/proc/self/cmdline").read_bytes() == Path(f"/proc/{parent}/cmdline").read_bytes()
+
+
+def pages_of_scratch(g: Group) -> list[int]:
+    """The pages that each of five rounds of three blocks of 20 MB took from the system; a round's blocks are freed together."""
+    found = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        del [bytearray(20 << 20) for _ in range(3)][:]
+        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return found
 
 
 def everything(g: Group) -> list[Any]:

@@ -122,6 +122,15 @@ def test_an_import_that_fails_is_told() -> None:
 
 
 @pytest.mark.process
+def test_freed_memory_stays_with_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    assert launch.spawn(comm_ranks.pages_of_scratch, 1)[0][-1] < 100
+    monkeypatch.setenv("MALLOC_PERTURB_", "0")
+    assert launch.spawn(comm_ranks.pages_of_scratch, 1)[0][-1] > 10_000, "the user's settings should stand"
+
+
+@pytest.mark.process
 def test_several_jobs_and_a_stream_on_the_same_ranks() -> None:
     with Ranks(2, "gloo", imports=("json",)) as ranks:
         first = ranks.run(comm_ranks.about)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from . import heap
+
 if TYPE_CHECKING:
     from .group import Group
 
@@ -95,6 +97,7 @@ def _settle(start: Start, stdin: Connection | None, jobs: Connection) -> queue.S
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open as long as the process)
     if start.cores:
         os.sched_setaffinity(0, start.cores)
+    heap.keep()
     os.environ["OMP_NUM_THREADS"] = str(start.threads)
     import torch
 

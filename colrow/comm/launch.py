@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
+from . import heap
 from .ranks import Ranks, check_size
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _number(name: str, default: str | None = None) -> int:
 
 def _joined(size: int, backend: str) -> Group:
     check_size(size)
+    heap.keep()
     group = join(backend)
     if group.size != size:
         raise UserError(f"{size} ranks were asked for and torchrun started", group.size, f"--tp {group.size}")
@@ -120,6 +122,7 @@ def _joined(size: int, backend: str) -> Group:
 def _alone(backend: str) -> Group:
     from .group import single
 
+    heap.keep()
     if backend != "nccl":
         import torch
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..comm.decide import on_rank_0
 from ..comm.group import Group
 from ..errors import UserError
+from ..parallel import prompt_attention
 from .account import Clock
 from .decoder import Decoder
 from .generate import Memory, Step, generate
@@ -41,6 +42,7 @@ class Engine:
 
     def __init__(self, model: Any, group: Group, tokenizer: Any = None, generation_config: Any = None, program: bool = True) -> None:
         self.model, self.group, self.tokenizer = model, group, tokenizer
+        prompt_attention.install(model)
         self.eos = eos_ids(generation_config or getattr(model, "generation_config", None), model.config, tokenizer)
         self.context = context_limit(model.config)
         self.decoder = Decoder(model, group, program)

@@ -27,8 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..errors import UserError
 from ..planning.plan import Attention
+from .prompt_attention import prompt_attention
 
 NAME = "colrow"  # of the attention and the mask function in transformers' registries
+BY_RUNS = (sdpa_attention_forward, prompt_attention)  # functions that hold nothing for each head
 
 
 class Heads(NamedTuple):
@@ -117,7 +119,7 @@ def mapped_attention(
     if (query.shape[1], key.shape[1]) != (len(kv_of), heads.kv_heads):
         found, planned = f"{query.shape[1]} query and {key.shape[1]} KV heads", f"{len(kv_of)} and {heads.kv_heads}"
         raise UserError(f"{type(module).__name__} hands other heads to its attention than the plan's", found, planned)
-    if function is not sdpa_attention_forward or kwargs.get("position_bias") is not None:
+    if function not in BY_RUNS or kwargs.get("position_bias") is not None:
         index = _index(kv_of, key.device)
         return function(_Seen(module, 1), query, key.index_select(1, index), value.index_select(1, index), attention_mask, **kwargs)
     outputs = []

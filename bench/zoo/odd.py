@@ -23,6 +23,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "ffn_config.moe_top_k": 2,
     },
     "deepseek_v2": {**MLA, "num_experts_per_tok": 2, "n_routed_experts": 4},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}, "o_groups": 3},
     "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": 101, "mask_token_id": 3, "pad_token_id": 0},

@@ -18,6 +18,7 @@ from .edits import Uses
 from .factors import Dim, Node, leaves, resolve, size
 from .flow import Flow, Problem
 from .graph import Border, Graph
+from .lengths import names
 from .plan import Edit
 from .sums import forward
 
@@ -30,6 +31,9 @@ WORTH_OF_TABLE = 32.0
 
 EXPERT_UNIT = 16
 """Indices by which an axis of expert weights is cut where it can be: 16 bytes, even where an element has one."""
+
+
+SEQUENCES = frozenset(("S", "E"))
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,10 @@ class _Chooser:
         """Why a cut cannot be made, or ""."""
         if flow.problems:
             return str(flow.problems[0])
+        if not flow.sources and not flow.gathered:  # a part of the model for inputs of another length
+            return "the traced forward pass makes nothing of it"
+        if any(sum(bool(SEQUENCES & names(n)) for n in self.graph.symbols(v)) > 1 for v in flow.reduced):
+            return "its partial sums would have an entry for each pair of tokens"
         if cut.overlaps:
             alone = next((i for i, summed in flow.sources.items() if not summed >= set(cut.leaves)), None)
             if alone is not None:

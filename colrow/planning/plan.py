@@ -161,6 +161,7 @@ class Plan:
     attention: tuple[Attention, ...] = ()
     buffers: tuple[BufferPlan, ...] = ()
     inputs: tuple[str, ...] = ()  # what the model was called with when the plan was derived
+    tokens: int = 0  # a row has to have so many for all parts of the model to be reached; 0: any will do
     notes: tuple[Note, ...] = ()
     weights: tuple[float, ...] = ()  # of unequal devices; () = equal
     config_digest: str = ""  # of the config the plan was made for
@@ -248,6 +249,7 @@ def _plan_from(data: dict[str, Any]) -> Plan:
         attention=tuple(_read(Attention, a) for a in data["attention"]),
         buffers=tuple(_read(BufferPlan, b) for b in data.get("buffers", ())),
         inputs=tuple(data.get("inputs", ())),
+        tokens=data.get("tokens", 0),
         notes=tuple(_read(Note, n) for n in data["notes"]),
         weights=tuple(data["weights"]),
         config_digest=data["config_digest"],

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from .factors import Dim, resolve
+from .factors import Dim, length, resolve
 from .factors import size as dim_size
+from .lengths import names
 from .rules import Arguments, Axes, Effect, opaque, refs, rule, same
 from .trace import Op
 
@@ -85,6 +86,8 @@ def slice_(axes: Axes, op: Op, args: Arguments) -> Result:
     start, stop = (_bound(args["start"], n, 0), _bound(args["end"], n, n))
     if step != 1:
         dims[dim] = _strided(axes, dims[dim], n, start, stop, step)
+    elif stop - start < n and names(length(dims[dim])) and (shorter := axes.length(op.outputs[0], dim)):
+        dims[dim] = axes.factors.fresh(stop - start, flagged=True, symbol=shorter)  # a sequence, which is never cut
     else:
         dims[dim] = axes.factors.slice(dims[dim], start, max(start, stop))
         nodes = resolve(dims[dim])

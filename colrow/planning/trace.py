@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .inputs import TOKENS, Example, examples
+from .inputs import DECODED, TOKENS, Example, examples
 from .ints import Expr
 from .models import build
 
@@ -25,6 +25,8 @@ Leaf = TypeVar("Leaf")
 
 BATCH, LENGTH, SOURCE_LENGTH = 2, 7, 11
 """Sizes of the traced inputs. Never 1, which would hide an axis; `SOURCE_LENGTH` is an encoder's, where a decoder has `LENGTH`."""
+LONGER, SOURCE_LONGER = 263, 269
+"""Tried where modules run on short inputs without all of their parameters (what sums up windows of 128 tokens)."""
 
 
 class TraceError(Exception):
@@ -145,6 +147,12 @@ class Trace:
     left_out: str = ""  # why the model could be followed with its tokens alone
     bypasses: bool = False  # attention does not go through the AttentionInterface (no entry in `attention`)
 
+    @property
+    def length(self) -> int:
+        """Tokens in a row of the traced inputs; `LENGTH` where there are none."""
+        name = next((n for n in (DECODED, TOKENS) if n in self.inputs), None)
+        return LENGTH if name is None else self.values[self.inputs[name]].shape[1]
+
     def module_of(self, op: Op) -> str:
         return self.calls[op.call].module
 
@@ -177,19 +185,37 @@ def empty_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 def trace(config: PreTrainedConfig) -> Trace:
     """Record one forward pass without cache. TraceError where the model's code needs numbers that meta tensors do not have.
 
-    Of the ways to call the model (inputs.py) the first that can be followed is taken.
+    Of the ways to call the model (inputs.py) the first that can be followed is taken, with longer rows where short ones do not reach all.
     """
+    found = _of_length(config, LENGTH, SOURCE_LENGTH)
+    if idle(found) and (getattr(config.get_text_config(), "max_position_embeddings", None) or 0) >= SOURCE_LONGER:
+        try:
+            longer = _of_length(config, LONGER, SOURCE_LONGER)
+        except TraceError:
+            return found
+        return longer if idle(longer) < idle(found) else found
+    return found
+
+
+def idle(trace: Trace) -> frozenset[str]:
+    """Parameters that no op reads, though their module runs."""
+    read = {v for op in trace.ops for v in op.inputs()}
+    run = {call.module for call in trace.calls}
+    return frozenset(name for name, at in trace.parameters.items() if at not in read and name.rpartition(".")[0] in run)
+
+
+def _of_length(config: PreTrainedConfig, length: int, source: int) -> Trace:
     try:
-        return _trace(config)
+        return _trace(config, length, source)
     except TraceError as first:
         try:
-            others = list(examples(empty_model(config, "eager"), BATCH, LENGTH, SOURCE_LENGTH))[1:]
+            others = list(examples(empty_model(config, "eager"), BATCH, length, source))[1:]
         except Exception:  # it cannot even be built
             raise first from None
         furthest = first
         for example in others:
             try:
-                found = _trace(config, example)
+                found = _trace(config, length, source, example)
             except TraceError as error:
                 furthest = max(furthest, error, key=lambda e: e.ops)  # of inputs that are all wrong, the reason of the nearest
                 continue
@@ -197,15 +223,21 @@ def trace(config: PreTrainedConfig) -> Trace:
         raise furthest from None
 
 
-def _trace(config: PreTrainedConfig, example: Example | None = None) -> Trace:
+def _trace(config: PreTrainedConfig, length: int, source: int, example: Example | None = None) -> Trace:
+    """`example`: what the model is given, by default the first that there is."""
     from .record import EAGER, THROUGH_INTERFACE, record
 
+    def run(attention: str) -> Trace:
+        model = empty_model(config, attention)
+        given = example or next(examples(model, BATCH, length, source))
+        return record(model, attention == EAGER, given)
+
     try:
-        return record(empty_model(config, THROUGH_INTERFACE), bypasses=False, example=example)
+        return run(THROUGH_INTERFACE)
     except Exception:  # a model that refuses a registered attention function, or has no eager one of its own: follow its plain code
         pass
     try:
-        return record(empty_model(config, EAGER), bypasses=True, example=example)
+        return run(EAGER)
     except TraceError:
         raise
     except Exception as e:  # it cannot even be built

@@ -15,6 +15,7 @@ from .factors import Node, resolve
 from .graph import Border
 from .means import averaged
 from .plan import Attention, BufferPlan, Note, Plan, Region, RegionOp, Role, TensorPlan
+from .trace import LONGER
 
 LISTED = 3  # names in a sentence before "and N more"
 
@@ -66,6 +67,7 @@ class _Words:
             attention=tuple(self.heads()),
             buffers=tuple(self.buffer(v) for v in sorted(self.choice.flow.buffers)),
             inputs=tuple(self.trace.inputs),
+            tokens=self.trace.length if self.trace.length >= LONGER else 0,
             notes=tuple(self.notes(tensors)),
             weights=weights,
             config_digest=digest,

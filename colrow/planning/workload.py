@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from . import degrees
 from .kept import Heads, heads
-from .trace import BATCH, LENGTH, AttentionCall, Op, Trace, trace
+from .trace import BATCH, AttentionCall, Op, Trace, trace
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
 _EXPERTS = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
@@ -103,7 +103,7 @@ def _touched(trace: Trace, ops: list[Op] | None = None) -> tuple[float, float]:
         module = trace.module_of(op)
         inside = any(module == area or module.startswith(f"{area}.") for area in areas)
         found[inside] += sum(prod(v.shape) for v in values if v.kind not in ("parameter", "buffer"))
-    return found[0] / (BATCH * LENGTH), found[1] / (BATCH * LENGTH)
+    return found[0] / (BATCH * trace.length), found[1] / (BATCH * trace.length)
 
 
 def _head(trace: Trace) -> frozenset[str]:

@@ -84,7 +84,7 @@ def prove(small: Small, sequence: Mode = "off") -> Comparison:
     try:
         whole = _exact(whole_model.build(small.config, DTYPE))
         add_noise(whole)
-        asked = questions(whole, length=max(13, small.plan.ranks))  # a position for every rank
+        asked = questions(whole, length=max(13, small.plan.ranks, small.plan.tokens))  # a position for every rank
         state = {key: t.detach().clone() for key, t in whole.state_dict().items()}
         expected = reference(whole, small.plan, asked)
     except Exception as error:

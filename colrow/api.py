@@ -78,8 +78,9 @@ def load(
     with stages("imports"):
         from .parallel import build, room
         from .parallel.load import from_source
-        from .planning.derive import check_made_for, derive
+        from .planning.derive import check_made_for
         from .proof.gate import gate as prove
+        from .proof.gate_cache import planned
     with stages("find"):
         files = on_rank_0(lambda: _find(model, trust_remote_code), group, "load.find")
         config = files.config()
@@ -92,7 +93,7 @@ def load(
         source = files.source()
     with stages("plan"):
         barrier(group, "load.start")  # ranks may be threads: none may touch a model while rank 0 traces one
-        chosen = on_rank_0(lambda: check_made_for(plan, config) if plan else derive(config, group.size, weights), group, "load.plan")
+        chosen = on_rank_0(lambda: check_made_for(plan, config) if plan else planned(config, group.size, weights), group, "load.plan")
         if chosen.ranks != group.size:
             raise UserError(f"the plan is for {chosen.ranks} ranks", group.size, f"--tp {chosen.ranks}")
         room.check(chosen, wanted, group)

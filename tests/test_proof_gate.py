@@ -71,6 +71,19 @@ def test_passes_are_remembered_for_exactly_this_config_and_plan():
     assert len(keys) == 4
 
 
+def test_a_plan_is_derived_once_for_what_it_depends_on(tmp_path, monkeypatch):
+    config = tiny.config("llama")
+    expected, uneven = derive(config, 2), derive(config, 2, (3.0, 1.0))
+    assert gate_cache.planned(config, 2) == expected
+    monkeypatch.setattr(gate_cache, "derive", lambda *_: uneven)  # whatever is derived from now on is this
+    assert gate_cache.planned(config, 2) == gate_cache.planned(tiny.config("llama"), 2, ()) == expected
+    assert gate_cache.planned(config, 2, (3.0, 1.0)) == gate_cache.planned(config, 3) == uneven
+    assert gate_cache.planned(tiny.config("llama", rms_norm_eps=1e-3), 2) == uneven
+    for file in gate_cache.folder().glob("*.json"):
+        file.write_text(file.read_text()[:-20])
+    assert gate_cache.planned(config, 2) == uneven, "a damaged file is no plan"
+
+
 def test_a_damaged_or_unwritable_cache_only_costs_time(tmp_path, monkeypatch):
     config = tiny.config("llama")
     plan = derive(config, 2)

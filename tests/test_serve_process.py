@@ -24,7 +24,9 @@ import pytest
 import torch
 
 from colrow.__main__ import main
+from colrow.planning.models import build
 from tests import tiny
+from tests.families import FAMILIES
 from tests.test_engine_engine import TEMPLATE
 from tests.test_engine_text import byte_level
 from tests.test_serve_api import alone
@@ -211,6 +213,31 @@ def test_restart_serves_again_on_the_same_port(model: str) -> None:
         response = server.post(max_tokens=12)
         assert json.loads(response.read())["choices"][0]["text"] == alone(whole(), "Hello", 12)
         assert gone(first)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert gone(server.ranks)
+
+
+def test_a_cache_of_the_models_own_is_said_at_the_start_and_a_second_signal_ends_the_draining(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mamba2 has states instead of keys and values; nothing of it goes through transformers' AttentionInterface."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = FAMILIES["mamba2"]()
+    config.vocab_size, config.eos_token_id = 257, 256
+    recurrent = build(config, dtype=torch.float32).eval()
+    tiny.add_noise(recurrent)
+    recurrent.save_pretrained(tmp_path)
+    byte_level().save_pretrained(tmp_path)
+    with serving(str(tmp_path), "--drain", "100") as server:
+        (line,) = [line for line in server.lines if line.startswith("cache")]
+        assert "a cache of this model's own kind, nothing shared" in line
+        assert "the model's modules" in next(line for line in server.lines if line.startswith("decoding"))
+        assert json.loads(server.post(max_tokens=8, ignore_eos=False).read())["choices"][0]["text"] == alone(recurrent, "Hello", 8)
+        response = server.post(stream=True)
+        server.process.send_signal(signal.SIGTERM)
+        for _ in range(20):
+            assert response.readline(), "the running request goes on"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
         assert gone(server.ranks)

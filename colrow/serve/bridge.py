@@ -1,6 +1,7 @@
 """Bridge: the HTTP side's view of the ranks. Requests go in, outputs come out, and a lost rank becomes an error of every open request.
 
-Two threads stand beside the event loop: one takes what rank 0 yields, one sends commands, so that the loop never waits for the ranks.
+Two threads stand beside the event loop: one takes what rank 0 yields, one sends commands, so that the loop never waits for the ranks. A
+third makes the tokenizer while they start.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Listener
 from typing import Any
@@ -117,13 +119,15 @@ class Bridge:
     # ---- the threads ----
 
     def _work(self) -> None:
+        tokenizer: Future[Any] = Future()
+        threading.Thread(target=_fulfil, args=(tokenizer, self._make_tokenizer), name="tokenizer", daemon=True).start()
         try:
             with Listener(("127.0.0.1", 0), authkey=(key := os.urandom(32))) as listener:
                 threading.Thread(target=self._send, args=(listener,), name="commands", daemon=True).start()
                 items = self._start(Where(listener.address, key))
                 for item in items:
                     if isinstance(item, Ready):
-                        self.tokenizer = self._make_tokenizer()
+                        self.tokenizer = tokenizer.result()
                     self._in_loop(self._take, item)
             self._in_loop(self._end, None)
         except BaseException as error:  # of the ranks, whatever it is: every open request must hear of it
@@ -171,3 +175,10 @@ class Bridge:
         self._tickets.clear()
         if error is not None:
             self._on_failure(error)
+
+
+def _fulfil(future: Future[Any], make: Callable[[], Any]) -> None:
+    try:
+        future.set_result(make())
+    except BaseException as error:  # raised again where the result is asked for
+        future.set_exception(error)

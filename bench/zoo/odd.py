@@ -14,6 +14,7 @@ SHARED: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": KINDS * 2, "num
 
 FIELDS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "codegen": {"n_head": 12, "n_embd": 96, "rotary_dim": 4},  # heads lie in four blocks
     "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": KINDS, "rope_parameters": dict.fromkeys(KINDS, ROPE)},
     "dbrx": {
         "attn_config.rope_theta": 10000.0,

@@ -30,13 +30,24 @@ def alike(graph: Graph, chosen: frozenset[Node], value: int) -> bool:
     return op.name in FACTORIES or (torch.Tag.pointwise in op.func.tags and all(alike(graph, chosen, v) for v in graph.inputs[made]))
 
 
-def is_buffer(graph: Graph, chosen: frozenset[Node], value: int) -> bool:
-    """A buffer that its own module uses, on the cut axes only (a bias of the logits, multipliers of features): a rank holds its part."""
-    owner = graph.trace.values[value].name.rpartition(".")[0]
+def buffers(graph: Graph, chosen: frozenset[Node], value: int) -> set[int] | None:
+    """The buffers from which a constant gets its entries for the cut axes, where their own modules use them, and what is made of them, on
+    these axes only (a bias of the logits, multipliers of features, decays of heads): a rank holds its part. None where that is not so."""
+    name, made = graph.trace.values[value].name, graph.producer[value]
     users = [graph.op(i) for i in graph.consumers[value]]
-    if not graph.trace.values[value].name or any(graph.trace.module_of(user) != owner for user in users):
-        return False
-    return all(any(graph.leaves[o] & chosen for o in user.outputs if o >= 0) for user in users)
+    if not all(any(graph.leaves[o] & chosen for o in user.outputs if o >= 0) for user in users):
+        return None
+    if name:
+        return {value} if all(graph.trace.module_of(user) == name.rpartition(".")[0] for user in users) else None
+    if made is None or not _entry_by_entry(graph.op(made)):
+        return None
+    found = [buffers(graph, chosen, v) for v in graph.inputs[made] if not alike(graph, chosen, v)]
+    return set().union(*(f for f in found if f)) if found and None not in found else None
+
+
+def _entry_by_entry(op: Op) -> bool:
+    """An op through which axes are followed in constants: a slice of what it makes is made of slices."""
+    return op.name in (*COPIES, *FOLLOWED, "slice") or torch.Tag.pointwise in op.func.tags
 
 
 def entrance(graph: Graph, chosen: frozenset[Node], value: int, op: Op) -> Border | None:

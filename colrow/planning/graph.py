@@ -208,7 +208,7 @@ class Graph:
         for call in self.trace.calls:
             for name, v in call.outputs.items():
                 made = self.producer[v]
-                if made is not None and call.first <= made < call.last:
+                if made is not None and call.first <= made < call.last and not self.leaves[v] & self.uncounted:
                     out[v].append(Border(call.index, "output", name, v))
         for borders in out.values():
             borders.sort(key=lambda b: self.trace.calls[b.call].last - self.trace.calls[b.call].first)
@@ -219,8 +219,16 @@ class Graph:
         out: dict[int, list[Border]] = defaultdict(list)
         for call in self.trace.calls:
             for name, v in call.inputs.items():
-                out[v].append(Border(call.index, "input", name, v))
+                if not self.leaves[v] & self.uncounted:
+                    out[v].append(Border(call.index, "input", name, v))
         return out
+
+    @cached_property
+    def uncounted(self) -> frozenset[Node]:
+        """Axes as long as the numbers in a tensor say (the tokens of an expert). Nothing is sent of them: nobody knows how much it is."""
+        found = (op.outputs[0] for op in self.trace.ops if op.name == "nonzero")
+        unknown = (v for v in found if self.trace.values[v].data is None)
+        return frozenset(leaf for v in unknown for leaf in leaves(self.axes.dims[v][0]))
 
     @cached_property
     def calls_of(self) -> dict[str, list[int]]:

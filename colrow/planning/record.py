@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         except RuntimeError as e:  # the result's size depends on numbers (NotImplementedError is one); what cannot be answered is raised
             result = self._by_numbers(func, ref_args, ref_kwargs)
             if result is None and func._schema.name == "aten::nonzero":
-                result, content = _found(args[0])
+                result, content = self._found(args[0])
             if result is None and isinstance(e, NotImplementedError):
                 raise TraceError(f"{self.where()}: {func} has no shape without numbers") from e
             if result is None:
@@ -146,6 +146,26 @@ class Recorder(TorchDispatchMode):
         found = self._on_cpu(func, args, kwargs, unknown=True)
         return tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, found)
 
+    def _found(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What `nonzero` finds where nobody knows: of a row of flags (which experts have a token) all, else FOUND places."""
+        if x.dim() == 1:
+            n = min(len(x), self._choices(self.value(x)))
+            return torch.empty(n, 1, dtype=torch.long, device="meta"), torch.arange(n).unsqueeze(1)
+        return torch.empty(FOUND, x.dim(), dtype=torch.long, device="meta"), None
+
+    def _choices(self, value: int) -> int:
+        """From how many the `topk` chose by which flags were set: some codes add a flag that is never set."""
+        todo, seen = [value], {value}
+        for v in todo:
+            op = self.made_by.get(v)
+            if op is not None and op.name == "topk":
+                return int(self.values[op.inputs()[0]]["shape"][op.args[2] if len(op.args) > 2 else -1])
+            for i in op.inputs() if op is not None else ():
+                if i not in seen:
+                    seen.add(i)
+                    todo.append(i)
+        return sys.maxsize
+
     def _overwritten(self, tensor: torch.Tensor, constant: bool, known: bool) -> None:
         """Something was written into memory: what lies there is no longer known unless it was, nor constant unless `constant`."""
         for at in self.memory[tensor.untyped_storage()._cdata]:
@@ -187,13 +207,6 @@ class Recorder(TorchDispatchMode):
     def leave(self, outputs: dict[str, int]) -> None:
         call = self.calls[self.open.pop()]
         call.outputs, call.last = outputs, len(self.ops)
-
-
-def _found(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `nonzero` finds where nobody knows: of a row of flags (which experts have a token) all, else FOUND places."""
-    if x.dim() == 1:
-        return torch.empty(len(x), 1, dtype=torch.long, device="meta"), torch.arange(len(x)).unsqueeze(1)
-    return torch.empty(FOUND, x.dim(), dtype=torch.long, device="meta"), None
 
 
 def _named(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -62,6 +62,8 @@ def run(op: Op, inputs: Inputs, where: str) -> list[Spread]:
         return [everywhere(call(op, {i: torch.zeros(s.shape).double() for i, s in inputs.items()}), next(iter(inputs.values())).ranks)]
     if op.name == "index":
         return [_index(op, inputs, where)]
+    if op.name.rstrip("_") == "index_add":
+        return [_index_add(op, inputs, where)]
     if op.name == "sum":
         return [_sum(op, inputs, where)]
     if op.name in MIXES:
@@ -229,6 +231,17 @@ def _embedding(op: Op, inputs: Inputs, where: str) -> Spread:
         data.append(torch.where((ids.data[rank] == padding).unsqueeze(-1), out.detach(), out))  # the padding row gets no gradient
         boxes.append((*full(ids.shape), columns))
     return as_sum(Spread((*ids.shape, weight.shape[1]), tuple(data), tuple(boxes)), partial, where)
+
+
+def _index_add(op: Op, inputs: Inputs, where: str) -> Spread:
+    """Rows added to some rows of the first input: of summands, where that is one too (or all zeros)."""
+    into, index, rows = (inputs[i] for i in op.inputs())
+    partial = into.partial or rows.partial
+    zero = [s.partial or not s.data[0].any() for s in (into, rows)]
+    if not all(s.is_full_box for s in inputs.values()) or index.partial or (partial and not all(zero)):
+        raise ReplayError(f"{where} adds {rows.state()} rows to a tensor that is {into.state()}")
+    (out,) = per_rank(op, inputs)
+    return Spread(into.shape, out.data, into.held, partial)
 
 
 def _pairs(op: Op, inputs: Inputs, where: str) -> Spread:

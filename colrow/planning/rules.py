@@ -22,12 +22,13 @@ from .ints import Expr
 from .lengths import Length
 from .trace import BATCH, Op, Ref, Trace
 
-Kind = Literal["constant", "contract", "sum", "mean", "index", "linear", "add", "mul", "div", "norm", "nonlinear", "opaque"]
+Kind = Literal["constant", "contract", "sum", "mean", "index", "linear", "add", "scatter", "mul", "div", "norm", "nonlinear", "opaque"]
 """How the outputs depend on the inputs, which decides whether partial sums may pass:
 contract: a product summed over `con`, linear in each of its operands, plus a bias. sum, mean: over `con`. index: rows of the first input
 picked along `con`. linear: each output is a linear function of the inputs without a constant term (views, casts, neg, cat). add, mul, div:
-as named. norm: means over `cross` are taken inside it; it works on slices where these are the means of all ranks. nonlinear: no partial sum
-may enter. opaque: likewise, and no axis may be cut. constant: depends on no parameter and no input."""
+as named. scatter: rows are added to some rows of the first input. norm: means over `cross` are taken inside it; it works on slices where
+these are the means of all ranks. nonlinear: no partial sum may enter. opaque: likewise, and no axis may be cut. constant: depends on no
+parameter and no input."""
 
 
 @dataclass

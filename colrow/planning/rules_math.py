@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .factors import Dim, resolve, size
-from .rules import Arguments, Axes, Effect, broadcast, opaque, refs, rule, same
+from .rules import Arguments, Axes, Effect, Kind, broadcast, opaque, refs, rule, same
 from .trace import Op, Ref
 
 Result = tuple[Effect, list[list[Dim]]]
@@ -254,7 +254,8 @@ def write(axes: Axes, op: Op, args: Arguments) -> Result:
                 axes.factors.flag(its)
             else:
                 axes.factors.unify(mine, its)
-        return Effect("nonlinear", cross=[dims[at]]), [dims]
+        kind: Kind = "scatter" if op.name.startswith("index_add") and args.get("alpha", 1) == 1 else "nonlinear"
+        return Effect(kind, cross=[dims[at]]), [dims]
     for v in op.inputs():
         for dim in axes.dims[v]:
             axes.factors.flag(dim)

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import heapq
 
-from .constants import alike, entrance, is_buffer
+from .constants import alike, buffers, entrance
 from .factors import Dim, Node, leaves, resolve
 from .flow import Flow, Problem
 from .graph import Border, Graph
 from .places import Places
+from .rules import COPIES
 from .trace import Op
+
+ZEROS = ("zeros", "zeros_like", "new_zeros")
 
 
 def forward(graph: Graph, chosen: frozenset[Node]) -> Flow:
@@ -97,6 +100,8 @@ class _Walk:
             self._set(op, False)
         elif (mixed := self._passes(op, held)) is not None:
             self._set(op, True, mixed)
+        elif effect.kind == "scatter":
+            self.problem(op, "adds partial sums to rows to which what is whole is added too")
         else:
             self._reduce_all(held, op)
 
@@ -127,8 +132,8 @@ class _Walk:
         for v in graph.inputs[op.index]:
             if flow.problems or not graph.trace.values[v].constant or alike(graph, flow.chosen, v):
                 continue
-            if is_buffer(graph, flow.chosen, v):
-                flow.buffers.add(v)
+            if (held := buffers(graph, flow.chosen, v)) is not None:
+                flow.buffers |= held
                 continue
             border = entrance(graph, flow.chosen, v, op)
             if border is None:
@@ -173,12 +178,20 @@ class _Walk:
             return self._added(op, [v for v in inputs if v not in held], mixed)
         if mixed and not graph.is_product(graph.trace.module_of(op)):
             return None  # a sum that waits can be added to, and nothing else
+        if kind == "scatter":
+            return mixed if all(v in held or self._is_zero(v) for v in (op.inputs()[0], op.inputs()[-1])) else None
         linear = {
             "linear": len(held) == len(inputs),
             "mul": len(held) == 1 and len(op.inputs()) == 2 and op.inputs()[0] != op.inputs()[1],
             **dict.fromkeys(("div", "index", "sum"), held == inputs[:1]),
         }
         return mixed if linear.get(kind, False) else None
+
+    def _is_zero(self, value: int) -> bool:
+        made = self.graph.producer[value]
+        while made is not None and self.graph.op(made).name in COPIES:
+            made = self.graph.producer[self.graph.inputs[made][0]]
+        return made is not None and self.graph.op(made).name in ZEROS
 
     def _added(self, op: Op, others: list[int], mixed: bool) -> bool | None:
         """The same for a sum: what it adds that is whole must count once."""

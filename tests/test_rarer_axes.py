@@ -1,0 +1,83 @@
+"""Axes that only some architectures have: decays of single heads in buffers, experts that add their rows to a sum one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers as tf
+
+from colrow.planning.derive import derive
+from colrow.planning.graph import Graph
+from colrow.planning.replay import check
+from colrow.planning.trace import trace
+from colrow.proof.gate import GateRefused, prove
+from colrow.proof.shrink import Small
+
+from .families import WIDE
+from .faults import plant
+from .test_families import share
+
+
+def minimax() -> tf.MiniMaxConfig:
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "block_size": 4}
+    return tf.MiniMaxConfig(**WIDE, **kinds, num_local_experts=4, num_experts_per_tok=2)
+
+
+def dbrx() -> tf.DbrxConfig:
+    experts: dict[str, Any] = {"ffn_hidden_size": 51, "moe_num_experts": 4, "moe_top_k": 2}
+    heads: dict[str, Any] = {"kv_n_heads": 3, "clip_qkv": 8.0, "rope_theta": 10000.0}
+    sizes: dict[str, Any] = {"d_model": 72, "n_heads": 9, "n_layers": 2, "max_seq_len": 64, "vocab_size": 101}
+    return tf.DbrxConfig(**sizes, attn_config=heads, ffn_config=experts)
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_decays_of_heads_in_buffers_are_cut_with_them(ranks: int) -> None:
+    """Lightning attention in blocks of 4 tokens, of which a prompt has several; what is made of a buffer is made of its slice."""
+    config = minimax()
+    plan = derive(config, ranks)
+    names = ("query_decay", "key_decay", "diagonal_decay", "slope_rate")
+    assert {b.name for b in plan.buffers} == {f"model.layers.0.self_attn.{name}" for name in names}
+    assert share(plan) > 0.98
+    assert check(config, plan).ok
+    assert prove(Small(config, plan, ())).ok
+
+
+def test_a_buffer_cut_elsewhere_is_seen() -> None:
+    config = minimax()
+    plan = derive(config, 2)
+    for buffer in plan.buffers:
+        object.__setattr__(buffer.partition, "pieces", buffer.partition.pieces[::-1])
+    with pytest.raises(GateRefused):
+        prove(Small(config, plan, ()))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_of_experts_are_added_as_partial_sums(ranks: int) -> None:
+    config = dbrx()
+    plan = derive(config, ranks)
+    assert share(plan) > 0.98
+    sums = [r.name for r in plan.regions if r.op == "reduce" and "ffn" in r.name]
+    assert sums == [f"transformer.blocks.{i}.ffn.experts.output" for i in range(2)], "one a layer, not one an expert"
+    assert check(config, plan).ok
+    assert prove(Small(config, plan, ())).ok
+
+
+def test_a_dropped_sum_of_experts_is_seen() -> None:
+    config = dbrx()
+    with plant("drop g", "transformer.blocks.1.ffn.experts"), pytest.raises(GateRefused):
+        prove(Small(config, derive(config, 2), ()))
+
+
+def test_nothing_is_sent_of_which_nobody_knows_how_much_it_is() -> None:
+    graph = Graph(trace(dbrx()))
+    made = [call.outputs["0"] for call in graph.trace.calls if call.module.endswith("ffn.experts.mlp")]
+    assert made
+    assert not any(graph.leaving[v] or graph.entering[v] for v in made)
+
+
+def test_a_flag_that_is_never_set_is_not_followed() -> None:
+    """one_hot with a class more than there are experts: the loop over those that have tokens ends before it."""
+    t = trace(dbrx())
+    found = [op.outputs[0] for op in t.ops if op.name == "nonzero" and t.values[op.outputs[0]].shape[1] == 1]
+    assert [t.values[v].shape[0] for v in found] == [4, 4]

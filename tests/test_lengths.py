@@ -28,6 +28,15 @@ CASES: dict[str, Callable[[], PreTrainedConfig]] = {
         **TWO_SIDED, max_position_embeddings=64, num_global_tokens=5, block_size=12, stagger_local_blocks=False
     ),
     "a picture before the text": lambda: tf.GitConfig(**PLAIN, vision_config={"hidden_size": 48, **PICTURES, "num_attention_heads": 6}),
+    "pooled, and given to a module as key and as value": lambda: tf.FunnelConfig(
+        **{k: v for k, v in PLAIN.items() if k in ("vocab_size", "pad_token_id")},
+        block_sizes=[1, 1, 1],
+        num_decoder_layers=1,
+        d_model=40,
+        n_head=9,
+        d_head=8,
+        d_inner=51,
+    ),
     "a frozen table": lambda: tf.RoFormerConfig(**PLAIN, embedding_size=48),
     "means of a fused norm, which nobody reads": lambda: tf.RemBertConfig(**PLAIN, input_embedding_size=24, output_embedding_size=40),
 }
@@ -57,6 +66,15 @@ def test_lengths_are_those_of_the_models_code() -> None:
 def test_a_module_that_runs_on_two_lengths_has_both() -> None:
     region = at(derive(CASES["one module on two lengths"](), 2), "model.encoder.layers.0.fc2")
     assert (region.calls, region.further) == (1, (("B", 5, 48),))
+
+
+def test_a_tensor_that_a_module_is_given_twice_has_f_under_both_names() -> None:
+    plan = derive(CASES["pooled, and given to a module as key and as value"](), 2)
+    found = [r for r in plan.regions if r.module == "funnel.encoder.blocks.2.0.attention" and r.op == "copy"]
+    assert [(r.arg, r.shares) for r in found] == [("key", ""), ("value", found[0].name)]
+    assert [[lengths.value(r.shape[1], {"S": n}) for n in (7, 13, 14)] for r in found] == [[4, 7, 7]] * 2
+    pooled = at(plan, "funnel.encoder.blocks.1.0.ffn.linear_2")
+    assert [lengths.value(pooled.shape[1], {"S": n}) for n in (7, 13, 14)] == [4, 7, 7]
 
 
 def test_lengths_in_words_and_numbers() -> None:

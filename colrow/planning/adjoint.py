@@ -260,11 +260,13 @@ class _Walk:
             for border in graph.leaving[value]:
                 if not any(graph.inside(op.index, graph.trace.calls[border.call]) for op in partial):
                     return frozenset([border])
-        entering = {b.call: b for b in graph.entering[value]}
+        entering: dict[int, list[Border]] = {}  # a module may be given it under several names (key and value)
+        for border in graph.entering[value]:
+            entering.setdefault(border.call, []).append(border)
         clean = {c for c in entering if not any(graph.inside(op.index, graph.trace.calls[c]) for op in whole)}
         paths = [[c for c in graph.ancestors(op.index) if c in clean] for op in partial]
         if not all(paths):
             return None
         common = [c for c in paths[0] if all(c in p for p in paths)]
         calls = {common[0]} if common else {p[-1] for p in paths}
-        return frozenset(entering[c] for c in calls)
+        return frozenset(border for c in calls for border in entering[c])

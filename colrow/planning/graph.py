@@ -21,6 +21,7 @@ from .factors import Node, leaves, length, resolve
 from .inputs import DECODED, TOKENS, vocabulary
 from .lengths import Length
 from .means import TAKEN, Mean, numbered
+from .measured import Measured
 from .rules import Axes, follow
 from .trace import Call, Op, Ref, Trace, TraceError
 
@@ -140,7 +141,7 @@ class Graph:
     @cached_property
     def trained(self) -> list[bool]:
         """Whether a value depends on a parameter that the model's code does not freeze."""
-        return self._from({at for name, at in self.trace.parameters.items() if name not in self.trace.frozen})
+        return self.trace.dependent({at for name, at in self.trace.parameters.items() if name not in self.trace.frozen})
 
     @cached_property
     def differentiable(self) -> list[bool]:
@@ -155,7 +156,7 @@ class Graph:
     @cached_property
     def from_input(self) -> list[bool]:
         """Whether a value depends on the model's inputs."""
-        return self._from(set(self.trace.inputs.values()))
+        return self.trace.dependent(set(self.trace.inputs.values()))
 
     @cached_property
     def in_steps(self) -> list[bool]:
@@ -164,7 +165,7 @@ class Graph:
         sequence = next((self.trace.inputs[name] for name in (DECODED, TOKENS) if name in self.trace.inputs), None)
         if sequence is None:
             return [True] * len(self.trace.values)
-        out = [begun and used for begun, used in zip(self._from({sequence}), self._used, strict=True)]
+        out = [begun and used for begun, used in zip(self.trace.dependent({sequence}), self._used, strict=True)]
         for op in reversed(self.trace.ops):
             needed = any(out[o] for o in self.results[op.index])
             for v in self.inputs[op.index]:
@@ -182,14 +183,6 @@ class Graph:
                 put_in = op.args[2] if op.name in ("masked_scatter", "masked_scatter_") else None
                 for v in self.inputs[op.index]:
                     out[v] |= put_in != Ref(v)
-        return out
-
-    def _from(self, sources: set[int]) -> list[bool]:
-        out = [v.id in sources for v in self.trace.values]
-        for op in self.trace.ops:
-            if any(out[v] for v in self.inputs[op.index]):
-                for o in self.results[op.index]:
-                    out[o] = True
         return out
 
     @cached_property
@@ -325,4 +318,9 @@ class Graph:
             named = [part for part in parts if lengths.names(part)]
             number = prod(part for part in parts if isinstance(part, int))
             out += [*named, *([number] if number > 1 or not named else [])]
-        return tuple(out)
+        places = [*self.leaving.get(value, ()), *self.entering.get(value, ())]
+        return self._measured.completed(value, tuple(out), places[0]) if places else tuple(out)
+
+    @cached_property
+    def _measured(self) -> Measured:
+        return Measured(self.trace)

@@ -153,6 +153,15 @@ class Trace:
         name = next((n for n in (DECODED, TOKENS) if n in self.inputs), None)
         return LENGTH if name is None else self.values[self.inputs[name]].shape[1]
 
+    def dependent(self, sources: set[int]) -> list[bool]:
+        """Of every value, whether it depends on one of `sources`."""
+        out = [v.id in sources for v in self.values]
+        for op in self.ops:
+            if any(out[v] for v in op.inputs()):
+                for o in (*op.outputs, *op.writes):
+                    out[o] |= o >= 0
+        return out
+
     def module_of(self, op: Op) -> str:
         return self.calls[op.call].module
 
@@ -187,10 +196,10 @@ def trace(config: PreTrainedConfig) -> Trace:
 
     Of the ways to call the model (inputs.py) the first that can be followed is taken, with longer rows where short ones do not reach all.
     """
-    found = _of_length(config, LENGTH, SOURCE_LENGTH)
+    found = of_length(config, LENGTH, SOURCE_LENGTH)
     if idle(found) and (getattr(config.get_text_config(), "max_position_embeddings", None) or 0) >= SOURCE_LONGER:
         try:
-            longer = _of_length(config, LONGER, SOURCE_LONGER)
+            longer = of_length(config, LONGER, SOURCE_LONGER)
         except TraceError:
             return found
         return longer if idle(longer) < idle(found) else found
@@ -204,7 +213,8 @@ def idle(trace: Trace) -> frozenset[str]:
     return frozenset(name for name, at in trace.parameters.items() if at not in read and name.rpartition(".")[0] in run)
 
 
-def _of_length(config: PreTrainedConfig, length: int, source: int) -> Trace:
+def of_length(config: PreTrainedConfig, length: int, source: int) -> Trace:
+    """A pass over rows of `length` tokens, of `source` where they are an encoder's before a decoder. TraceError as for `trace`."""
     try:
         return _trace(config, length, source)
     except TraceError as first:

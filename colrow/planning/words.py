@@ -190,7 +190,7 @@ class _Words:
             out += [(b, replace(self.region(b, "hold", f"waits, to be added up with others at {due}"), shares=due)) for b in places]
         out += [pair for i in flow.means for pair in self.means(i)]
         for borders in self.choice.gradients.copies.values():
-            first, *others = sorted(borders, key=self._position)
+            first, *others = sorted(borders, key=lambda b: (*self._position(b), b.arg))
             made = self.region(first, "copy", self.why_copy(first))
             out.append((first, made))
             out.extend((b, replace(self.region(b, "copy", made.reason), shares=made.name)) for b in others)

@@ -62,14 +62,14 @@ def test_heads_wider_than_hidden() -> None:
     assert {n: t.partition for n, t in derived.tensors.items()} == {n: t.partition for n, t in hand.tensors.items()}
 
 
-def test_fewer_heads_than_ranks_stay_whole_with_a_note() -> None:
+def test_ranks_that_are_more_than_heads_hold_a_copy_that_counts_once() -> None:
     plan = derive(config("llama", num_attention_heads=4, num_key_value_heads=2), 5)
-    assert plan.attention == ()
-    assert {t.role for n, t in plan.tensors.items() if "self_attn" in n} == {"whole"}
-    assert plan.tensor("model.layers.0.mlp.up_proj.weight").role == "column"
-    notes = [n.text for n in plan.notes if "self_attn" in n.subject]
-    assert notes
-    assert all("4 heads are fewer than 5 ranks" in text for text in notes)
+    assert plan.attention[0].query.pieces == (((0, 1),), ((1, 2),), ((2, 3),), ((3, 4),), ((3, 4),))
+    assert plan.attention[0].kv.pieces == (((0, 1),), ((0, 1),), ((1, 2),), ((1, 2),), ((1, 2),))
+    assert "a copy of the last" in plan.attention[0].reason
+    rows = plan.tensor("model.layers.0.self_attn.o_proj.weight").partition
+    assert [rows.local_size(rank) for rank in range(5)] == [8, 8, 8, 8, 0]
+    assert not plan.notes
 
 
 def test_one_rank_is_whole_without_regions() -> None:

@@ -111,7 +111,7 @@ class RowParallelLinear(nn.Linear):
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        partial = F.linear(input, self.weight)
+        partial = F.linear(taken(self, input), self.weight)
         return partial if self.deferred else self.add_up(partial)
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
@@ -133,12 +133,18 @@ class RowParallelConv1D(Conv1D):
     deferred: bool = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        partial = x @ self.weight
+        partial = taken(self, x) @ self.weight
         return partial if self.deferred else self.add_up(partial)
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:
         """As RowParallelLinear's."""
         return _add_up(self, partial)
+
+
+def taken(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """What a row-parallel layer takes of its input: nothing where it has no features of its own. A rank without heads then has a copy of
+    another's, which counts there."""
+    return input if layer.get_parameter("weight").numel() else input[..., :0]
 
 
 def _add_up(layer: RowParallelLinear | RowParallelConv1D, partial: torch.Tensor) -> torch.Tensor:

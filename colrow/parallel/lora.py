@@ -32,7 +32,7 @@ from ..partition import Partition, whole
 from ..planning.plan import Plan, TensorPlan
 from .adapter_files import NAME
 from .embedding import VocabParallelEmbedding
-from .linear import RowParallelConv1D, RowParallelLinear
+from .linear import RowParallelConv1D, RowParallelLinear, taken
 
 ROW = (RowParallelLinear, RowParallelConv1D)
 
@@ -42,7 +42,7 @@ class RowLinear(Linear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with _deferred(self) as base:
-            partial = super().forward(x, *args, **kwargs)
+            partial = super().forward(taken(base, x), *args, **kwargs)
         return base.add_up(partial)
 
 

@@ -13,7 +13,7 @@ from math import prod
 
 from ..partition import Partition
 from .adjoint import Gradients, backward
-from .cuts import Cut, CutError, Cuts, cut_axis, cut_blocks, cut_heads
+from .cuts import Cut, CutError, Cuts, cut_axis, cut_blocks, cut_fewer, cut_heads
 from .edits import Uses
 from .factors import Dim, Node, leaves, resolve, size
 from .flow import Flow, Problem
@@ -138,7 +138,8 @@ class _Chooser:
             worth = WORTH_OF_TABLE if self._is_lookup(flow) else WORTH
             if not trouble and cost * flow.width(self.graph) <= worth * gain:
                 return Accepted(candidate, cut, gain, cost, flow)
-            text = text or trouble or f"{gain:.0f} elements saved are too few for {cost:.0f} elements per token on the wire"
+            trouble = trouble or f"{gain:.0f} elements saved are too few for {cost:.0f} elements per token on the wire"
+            text = f"{text}, and {trouble}" if cut.counted else text or trouble
         self._reject(candidate, text)
         return None
 
@@ -147,7 +148,7 @@ class _Chooser:
         total = prod(leaf.size for leaf in candidate.leaves)
         first = candidate.leaves[0]
         if candidate.heads and total < self.ranks:
-            return [], f"{total} heads are fewer than {self.ranks} ranks"
+            return self._fewer(candidate, f"{total} heads are fewer than {self.ranks} ranks")
         if self.block > 1 and (on_borders := self._in_blocks(candidate)) is not None:
             return [on_borders], ""
         if len(candidate.leaves) == 2:
@@ -156,8 +157,11 @@ class _Chooser:
             return [flat, *plain], ""
         least = 1 if candidate.heads or not self._stands_alone(first) else 0
         if least * self.ranks > first.size:
-            return [], f"{first.size} indices are fewer than {self.ranks} ranks"
+            return self._fewer(candidate, f"{first.size} indices are fewer than {self.ranks} ranks")
         return [cut_axis(first, self.ranks, self.weights, least, self._unit(first))], ""
+
+    def _fewer(self, candidate: Candidate, text: str) -> tuple[list[Cut], str]:
+        return ([cut_fewer(candidate.leaves, self.ranks)] if candidate.leaves[0].size > 1 else []), text
 
     def _in_blocks(self, candidate: Candidate) -> Cut | None:
         """The cut in the smallest multiples of indices that goes through no block of a weight, and leaves no rank empty."""
@@ -199,6 +203,8 @@ class _Chooser:
             alone = next((i for i, summed in flow.sources.items() if not summed >= set(cut.leaves)), None)
             if alone is not None:
                 return f"{self.graph.trace.where(self.graph.op(alone))} sums over KV heads of which some lie on two ranks"
+        if cut.counted and (other := next((i for i in flow.sources if not self._is_layer(i)), None)) is not None:
+            return f"there are fewer indices than ranks, and {self.graph.trace.where(self.graph.op(other))} cannot leave out copies"
         gradients = backward(self.graph, flow)
         problems = gradients.problems or self._differing(flow, gradients)
         if problems:
@@ -225,6 +231,9 @@ class _Chooser:
             if any((op, c, b.place, b.arg) not in present for c in self.graph.calls_of[module]):
                 return [Problem(module, op, "would be needed in some of the runs of this module only")]
         return []
+
+    def _is_layer(self, op: int) -> bool:
+        return self.graph.is_product(self.graph.trace.module_of(self.graph.op(op)))
 
     def _in_attention_only(self, value: int) -> bool:
         """Made inside an attention function, whose axes the applier's own function handles."""

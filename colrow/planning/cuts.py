@@ -8,7 +8,7 @@ follow from its factors: a product scales the ranges of its outer part, a concat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..partition import Partition, Range, Ranges, balance, in_blocks, merge_ranges, whole
 from .factors import Dim, Node, leaves, resolve, size
@@ -20,11 +20,14 @@ class CutError(Exception):
 
 @dataclass(frozen=True)
 class Cut:
-    """`ranges[i][rank]` of `leaves[i]`. `flat[rank]`: of the product of two leaves, where it is not the product of their ranges."""
+    """`ranges[i][rank]` of `leaves[i]`. `flat[rank]`: of the product of two leaves, where it is not the product of their ranges.
+
+    `counted[rank]`: what the rank counts of what it holds, where that differs (`cut_fewer`)."""
 
     leaves: tuple[Node, ...]
     ranges: tuple[tuple[Range, ...], ...]
     flat: tuple[Range, ...] = ()
+    counted: tuple[Range, ...] = ()
 
     @property
     def overlaps(self) -> bool:
@@ -67,6 +70,19 @@ def cut_heads(kv: Node, repeat: Node, ranks: int, weights: Sequence[float] | Non
     return Cut((kv, repeat), (of_kv, ((0, repeat.size),) * ranks), flat)
 
 
+def cut_fewer(leaves: tuple[Node, ...], ranks: int) -> Cut:
+    """Of an axis (or KV heads and repetitions) with fewer indices than ranks: one a rank, and those without any hold a copy of the last,
+    for views of no elements are not possible; they leave it out of sums, so it counts once."""
+    first, repeat = leaves[0], leaves[1].size if len(leaves) == 2 else 1
+    total = first.size * repeat
+    held = tuple((min(r, total - 1), min(r, total - 1) + 1) for r in range(ranks))
+    counted = tuple(own if r < total else (total, total) for r, own in enumerate(held))
+    of_first = tuple((a // repeat, a // repeat + 1) for a, _ in held)
+    if len(leaves) == 1:
+        return Cut(leaves, (of_first,), counted=counted)
+    return Cut(leaves, (of_first, ((0, repeat),) * ranks), held, counted)
+
+
 class Cuts:
     """All cuts of a plan together."""
 
@@ -100,6 +116,11 @@ class Cuts:
             raise CutError(f"dims {cut} of one tensor would be cut")
         pieces = tuple(self.ranges(dims[cut[0]], rank) for rank in range(self.ranks))
         return Partition(cut[0], pieces)
+
+    def counted(self) -> Cuts:
+        """What ranks count in sums."""
+        fewer = [replace(c, flat=c.counted) if c.flat else replace(c, ranges=(c.counted,)) for c in self.cuts if c.counted]
+        return Cuts(self.ranks, [*(c for c in self.cuts if not c.counted), *fewer])
 
     def entry(self, dim: Dim, number: int, rows: int) -> Partition:
         """Of a tensor of so many rows that belongs to one index of a dim: all of it on the ranks that hold the index."""

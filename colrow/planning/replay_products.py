@@ -30,6 +30,11 @@ def _product(op: Op, a: Spread, b: Spread, bias: int | None, inputs: Inputs, whe
         if bias is not None:
             addend = inputs[bias]
             box = [common(x, y) for x, y in zip(box, meeting([addend], shape, r), strict=True)]
+        if partial and not len(inner[r]):  # a share of nothing: zeros, whatever it holds of the operands
+            boxes.append(full(shape))
+            nothing = torch.zeros(shape).double()
+            data.append(nothing if bias is None else nothing + once(addend.narrow(r, own(boxes[r], addend.shape)), r))
+            continue
         tensors = {
             left: a.narrow(r, (*batch, box[-2], inner[r])),
             right: b.narrow(r, (*batch, inner[r], box[-1])),

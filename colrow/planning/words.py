@@ -90,6 +90,8 @@ class _Words:
             return TensorPlan(name, shape, self.choice.cuts.entry(axis, number, shape[0]), "entry", why, aliases=aliases)
         partition = self.choice.cuts.partition(self.graph.axes.dims[at])
         role = self.role(name, at, partition)
+        if role == "row":
+            partition = self.choice.cuts.counted().partition(self.graph.axes.dims[at])
         return TensorPlan(name, shape, partition, role, self.why_cut(name, role, found), aliases=aliases, path=self.path(found))
 
     def role(self, name: str, at: int, partition: Partition) -> Role:
@@ -274,6 +276,8 @@ class _Words:
             found = next(self.accepted[leaf] for leaf in resolve(q) if leaf in self.accepted)
             counts = ", ".join(str(query.local_size(r)) for r in range(self.ranks))
             reason = f"{self.noun(found)} as {counts}; each rank holds the KV heads of its query heads"
+            if found.cut.counted:
+                reason += "; ranks that are more than heads hold a copy of the last, which counts once"
             yield Attention(call.module, query, kv, self.kv_of(resolve(q), resolve(k)), head_dim, reason)
 
     @staticmethod

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from colrow.checkpoint import model_dir
+from colrow.errors import UserError
 from colrow.partition import Partition, even, whole
 from colrow.planning.plan import Plan, TensorPlan
 
@@ -32,6 +33,20 @@ def saved(family: str, folder: Path, dtype: torch.dtype = torch.float32, **chang
     """A tiny noisy model in a directory, and the model itself."""
     model = tiny.whole(tiny.config(family, **changes), dtype)
     return save(model, folder), model
+
+
+def second(folder: Path) -> Path:
+    """The second of a model's files."""
+    return next(folder.glob("model-00002-of-*.safetensors"))
+
+
+def refuses(folder: Path, *words: str) -> None:
+    """Opening the model says each of the words, in one line."""
+    with pytest.raises(UserError) as e:
+        model_dir.find(str(folder)).source()
+    assert "\n" not in str(e.value)
+    for word in words:
+        assert word in str(e.value)
 
 
 def demo() -> model_dir.ModelFiles:

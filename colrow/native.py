@@ -126,3 +126,4 @@ PROGRAM = Library(
     "kp_digest",
     (*(flag for flag in FLAGS if "contract" not in flag), "-ffp-contract=fast", "-pthread", "-Wno-psabi"),
 )
+PROMPT = Library("kernels/_prompt", ("kernels/prompt.c", "kernels/vector.h"), "kq_digest", PROGRAM.flags)

@@ -12,6 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from colrow.comm.group import single
 from colrow.engine.engine import Engine
 from colrow.engine.forward import Forward
+from colrow.kernels import prompt
 from colrow.parallel import prompt_attention
 from colrow.parallel.attention import Heads, mapped_attention
 from colrow.parallel.prompt_attention import install
@@ -45,13 +46,25 @@ CASES = {  # heads, KV heads, queries, keys, width, width of values, what is see
     "a window": (6, 3, 70, 70, 16, 16, "window"),
     "everything": (4, 2, 45, 61, 16, 16, "all"),
     "many blocks": (32, 4, 300, 300, 16, 16, "causal"),
+    "one KV head": (50, 1, 70, 70, 16, 130, "causal"),
+    "odd widths": (6, 2, 67, 67, 15, 9, "causal"),
 }
+
+
+@pytest.fixture(params=["C", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who computes the blocks."""
+    if request.param == "torch":
+        monkeypatch.setattr(prompt, "attend", lambda *_: None)
+    elif prompt.library() is None:
+        pytest.skip("this processor does not multiply pairs of bfloat16")
+    return str(request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("batch", [1, 2])
 @torch.inference_mode()
-def test_as_close_to_the_exact_values_as_the_fused_kernel(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_close_to_the_exact_values_as_the_fused_kernel(name: str, batch: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, kv_heads, queries, keys, width, width_v, sees = CASES[name]
     q, k, v = qkv(batch, heads, kv_heads, queries, keys, width, width_v)
     positions = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None]  # how far behind a key is
@@ -70,7 +83,22 @@ def test_as_close_to_the_exact_values_as_the_fused_kernel(name: str, batch: int,
     assert error.mean() <= 2 * allowed.mean()
 
 
-def test_maps_of_heads_that_are_not_regular(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.inference_mode()
+def test_bits_depend_neither_on_threads_nor_on_later_positions(way: str) -> None:
+    q, k, v = qkv(1, 8, 2, 200, 200, 16)
+    whole = prompt_attention.prompt_attention(module(4), q, k, v)[0]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 2)
+        assert torch.equal(prompt_attention.prompt_attention(module(4), q, k, v)[0], whole)
+    finally:
+        torch.set_num_threads(threads)
+    if way == "C":
+        part = prompt_attention.prompt_attention(module(4), q[:, :, :150], k[:, :, :150], v[:, :, :150])[0]
+        assert torch.equal(part, whole[:, :150])
+
+
+def test_maps_of_heads_that_are_not_regular(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(1, 5, 2, 40, 40, 16)
     config = SimpleNamespace(_attn_implementation="colrow", unsplit=SimpleNamespace(_attn_implementation=prompt_attention.NAME))
     mapped = module(1, colrow_heads=Heads((0, 0, 0, 1, 1), 2), config=config)

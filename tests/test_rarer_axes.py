@@ -81,3 +81,27 @@ def test_a_flag_that_is_never_set_is_not_followed() -> None:
     t = trace(dbrx())
     found = [op.outputs[0] for op in t.ops if op.name == "nonzero" and t.values[op.outputs[0]].shape[1] == 1]
     assert [t.values[v].shape[0] for v in found] == [4, 4]
+
+
+def test_a_norm_that_runs_twice_has_no_f_of_its_own() -> None:
+    """NanoChat norms its embeddings and its last layer with one module: the head's f stands where the norm runs for it alone."""
+    config = tf.NanoChatConfig(**WIDE)
+    plan = derive(config, 2)
+    assert share(plan) > 0.99
+    assert not [r for r in plan.regions if r.module == "model.norm"]
+    assert check(config, plan).ok
+    assert prove(Small(config, plan, ())).ok
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_layers_with_the_kv_heads_of_earlier_ones(ranks: int) -> None:
+    """More ranks than KV heads: the query heads of all layers that share them are dealt out alike."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes = {**WIDE, "num_hidden_layers": 4, "layer_types": kinds, "num_kv_shared_layers": 2, "sliding_window": 4, "intermediate_size": 51}
+    config = tf.Gemma3nTextConfig(
+        **sizes, hidden_size_per_layer_input=16, vocab_size_per_layer_input=101, activation_sparsity_pattern=[0.0] * 4
+    )
+    plan = derive(config, ranks)
+    assert len(plan.attention) == 4
+    assert len({heads.query for heads in plan.attention}) == 1
+    assert prove(Small(config, plan, ())).ok

@@ -246,27 +246,40 @@ class _Walk:
             value = self.graph.inputs[made][0]
         return value
 
-    def _price(self, borders: frozenset[Border]) -> tuple[float, int]:
-        """What the set costs; among equals, outputs of modules are preferred."""
-        values = {b.value for b in borders}
-        return sum(price(self.graph, v) for v in values), sum(b.place == "input" for b in borders)
+    def _price(self, borders: frozenset[Border]) -> tuple[float, int, int]:
+        """What the set costs; among equals, modules that run once are preferred, and outputs."""
+        values, again = {b.value for b in borders}, sum(not self._runs_once(b) for b in borders)
+        return sum(price(self.graph, v) for v in values), again, sum(b.place == "input" for b in borders)
 
     def _here(self, value: int, partial: list[Op], whole: list[Op]) -> frozenset[Border] | None:
         """Borders at which f on this very value covers its partial uses and no others."""
         graph = self.graph
         if value in self.graph.parameter_of:
             return None
-        if not whole and value not in graph.trace.outputs.values():
-            for border in graph.leaving[value]:
-                if not any(graph.inside(op.index, graph.trace.calls[border.call]) for op in partial):
-                    return frozenset([border])
+        free = not whole and value not in graph.trace.outputs.values()
+        calls = graph.trace.calls
+        leaving = [b for b in graph.leaving[value] if free and not any(graph.inside(op.index, calls[b.call]) for op in partial)][:1]
+        if leaving and self._runs_once(leaving[0]):
+            return frozenset(leaving)
+        entered = self._entering(value, partial, whole)
+        if leaving and not (entered and all(map(self._runs_once, entered))):
+            return frozenset(leaving)
+        return entered or None
+
+    def _runs_once(self, border: Border) -> bool:
+        """A module that runs several times has one set of hooks for all its runs (a norm used twice)."""
+        return len(self.graph.calls_of[self.graph.trace.calls[border.call].module]) == 1
+
+    def _entering(self, value: int, partial: list[Op], whole: list[Op]) -> frozenset[Border]:
+        """Where the value enters the modules of its partial uses and of no others; empty where that is not so."""
+        graph = self.graph
         entering: dict[int, list[Border]] = {}  # a module may be given it under several names (key and value)
         for border in graph.entering[value]:
             entering.setdefault(border.call, []).append(border)
         clean = {c for c in entering if not any(graph.inside(op.index, graph.trace.calls[c]) for op in whole)}
         paths = [[c for c in graph.ancestors(op.index) if c in clean] for op in partial]
         if not all(paths):
-            return None
+            return frozenset()
         common = [c for c in paths[0] if all(c in p for p in paths)]
         calls = {common[0]} if common else {p[-1] for p in paths}
         return frozenset(border for c in calls for border in entering[c])

@@ -61,6 +61,7 @@ class Graph:
             raise TraceError("the forward pass runs no op")
         self.trace = trace
         self.axes: Axes = follow(trace)
+        self._same_repetitions()
         self.leaves: list[frozenset[Node]] = [frozenset(n for d in dims for n in leaves(d)) for dims in self.axes.dims]
         for at, (axis, _) in self.axes.entries.items():  # it is there on the ranks that have this entry
             self.leaves[at] |= frozenset(leaves(axis))
@@ -84,6 +85,14 @@ class Graph:
         for name, at in trace.parameters.items():
             for leaf in self.leaves[at]:
                 self.parameters_with[leaf].append(name)
+
+    def _same_repetitions(self) -> None:
+        """Layers that use the KV heads of an earlier one are cut with it, where they repeat them as often."""
+        of: dict[Node, Node] = {}
+        for call in self.trace.attention:
+            q, k = (resolve(self.axes.dims[v][1]) for v in (call.q, call.k))
+            if len(q) == 2 and k == q[:1] and of.setdefault(q[0], q[1]).size == q[1].size:
+                self.axes.factors.unify([of[q[0]]], [q[1]])
 
     @cached_property
     def results(self) -> list[list[int]]:

@@ -5,30 +5,26 @@
 The shapes are those of bench/train.py: 2,048 tokens, hidden 768, a rank's share of 12 heads and of 2,048 MLP features. `q k v` and
 `gate up` are the backward pass of the column-parallel products that share one f (input gradients, their all-reduce, weight gradients);
 `sp q k v` is their forward pass under sequence parallelism (gather, products): with overlap the rank's own rows are multiplied while the
-others' arrive. Gloo overlaps with `async_op`, in its own threads; over shared memory the ranks copy, so a thread of ours does it. Ways
-take turns; medians of the time until both ranks are done, beside the products alone.
+others' arrive. The collectives are colrow's, beside the products in a thread (comm/background.py). Ways take turns; medians of the time
+until both ranks are done, and of the products alone. What came of it: docs/architecture.md, parallel/overlap.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import queue
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from colrow.comm import collectives
+from colrow.comm.background import Worker
 from colrow.comm.group import Group
 from colrow.comm.launch import spawn
 
 TOKENS, HIDDEN = 2048, 768
 CASES = {"q k v": (384, 384, 384), "gate up": (1024, 1024), "sp q k v": (384, 384, 384)}
-Wait = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -38,42 +34,17 @@ class Case:
     rounds: int
 
 
-class Beside:
-    """Collectives that run beside what comes next, until the returned function is called."""
-
-    def __init__(self, group: Group) -> None:
-        self.group, self.jobs, self.done = group, queue.SimpleQueue[Callable[[], object]](), queue.SimpleQueue[None]()
-        if group.transport.kind == "shm":
-            threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            self.jobs.get()()
-            self.done.put(None)
-
-    def all_reduce(self, x: torch.Tensor) -> Wait:
-        if self.group.transport.kind == "gloo":
-            return dist.all_reduce(x, async_op=True).wait
-        self.jobs.put(lambda: collectives.all_reduce(x, self.group, "reduce", inplace=True))
-        return self.done.get
-
-    def all_gather(self, parts: list[torch.Tensor]) -> Wait:
-        """`parts[rank]` is the rank's own; the others are filled."""
-        mine = parts[self.group.rank]
-        if self.group.transport.kind == "gloo":
-            return dist.all_gather(parts, mine, async_op=True).wait
-        self.jobs.put(lambda: self._fill(parts))
-        return self.done.get
-
-    def _fill(self, parts: list[torch.Tensor]) -> None:
-        whole = collectives.all_gather(parts[self.group.rank], self.group, "gather", 0, [len(p) for p in parts])
-        for part, found in zip(parts, whole.split([len(p) for p in parts]), strict=True):
-            part.copy_(found)
+def fill(parts: list[torch.Tensor], group: Group) -> None:
+    """`parts[rank]` is the rank's own; the others are filled."""
+    sizes = [len(part) for part in parts]
+    whole = collectives.all_gather(parts[group.rank], group, "gather", 0, sizes)
+    for part, found in zip(parts, whole.split(sizes), strict=True):
+        part.copy_(found)
 
 
 def measure(group: Group, case: Case) -> dict[str, float]:
     """Seconds of the case by way: "products" alone, the collective "after" or before them, "beside" them."""
-    draw, beside, dtype = torch.Generator().manual_seed(group.rank), Beside(group), getattr(torch, case.dtype)
+    draw, worker, dtype = torch.Generator().manual_seed(group.rank), Worker(), getattr(torch, case.dtype)
     x, *gradients = (torch.randn(TOKENS, n, generator=draw).to(dtype) for n in (HIDDEN, *CASES[case.name]))
     weights = [torch.randn(n, HIDDEN, generator=draw).to(dtype) for n in CASES[case.name]]
     rows = [slice(start, start + TOKENS // group.size) for start in range(0, TOKENS, TOKENS // group.size)]
@@ -82,27 +53,29 @@ def measure(group: Group, case: Case) -> dict[str, float]:
         of_input = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
             of_input.addmm_(gradient, weight)
-        wait = beside.all_reduce(of_input) if way != "products" else lambda: None
         if way == "after":
-            wait()
+            collectives.all_reduce(of_input, group, "reduce", inplace=True)
+        elif way == "beside":
+            done = worker.begin(lambda: collectives.all_reduce(of_input, group, "reduce", inplace=True))
         of_weights = [gradient.T @ x for gradient in gradients]
         if way == "beside":
-            wait()
+            done.result()
         assert len(of_weights) == len(weights)
 
     def forward(way: str) -> None:
         parts = [x[at] for at in rows]
-        wait = beside.all_gather(parts) if way != "products" else lambda: None
         if way != "beside":
-            wait()
+            if way == "after":
+                fill(parts, group)
             out = [x @ weight.T for weight in weights]
         else:
+            done = worker.begin(lambda: fill(parts, group))
             out = [x.new_empty(TOKENS, len(weight)) for weight in weights]
             for number in sorted(range(group.size), key=lambda r: r != group.rank):
                 for to, weight in zip(out, weights, strict=True):
                     torch.mm(parts[number], weight.T, out=to[rows[number]])
                 if number == group.rank:
-                    wait()
+                    done.result()
         assert len(out) == len(weights)
 
     run = forward if case.name.startswith("sp") else backward

@@ -33,6 +33,7 @@ class CudaTransport(GlooTransport):
 
     def __init__(self, members: tuple[int, ...], world_rank: int, world: Any = None, queue: Any = None) -> None:
         super().__init__(members, world_rank, world)
+        self.worker = None  # what is queued on the GPU runs beside the host anyway, and a thread would have streams of its own
         self._queue = world if queue is None else queue
         self._checked = os.environ.get("COLROW_CHECK", "") not in ("", "0")
 

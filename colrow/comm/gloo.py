@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RankError
+from .background import Worker
 from .group import Call, Transport, deadline
 from .reduce import reduce_in_order
 
@@ -46,6 +47,7 @@ class GlooTransport:
 
     def __init__(self, members: tuple[int, ...], world_rank: int, world: Any = None) -> None:
         self.waited = 0.0
+        self.worker: Worker | None = Worker()
         self._members, self._rank, self._world = members, members.index(world_rank), world
         self._peers = [rank for rank in range(len(members)) if rank != self._rank]
         self._inbox = {peer: torch.empty(FIRST, dtype=torch.uint8) for peer in self._peers}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import UserError
+from .background import Worker
 from .counters import Counters
 
 CPU = torch.device("cpu")
@@ -56,6 +57,10 @@ class Transport(Protocol):
     kind: str  # "threads", "shm", "gloo", "nccl", "single"
 
     @property
+    def worker(self) -> Worker | None:
+        """Where collectives may run beside what the rank computes; None where that gains nothing."""
+
+    @property
     def waited(self) -> float: ...
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> int:
@@ -84,6 +89,7 @@ class Alone:
 
     kind = "single"
     waited = 0.0
+    worker = None
 
     def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> int:
         return 0

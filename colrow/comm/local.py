@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import RankError
+from .background import Worker
 from .group import Call, Group, Transport, deadline
 from .reduce import reduce_in_order
 
@@ -189,6 +190,7 @@ class LocalTransport:
     """
 
     kind = "threads"
+    worker: Worker | None = None
 
     def __init__(self, board: _Board, members: tuple[int, ...], rank: int) -> None:
         self.waited = 0.0

@@ -29,13 +29,21 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import collectives
+from . import background, collectives
 from .group import Group
 
 
 def copy_to(x: torch.Tensor, group: Group, name: str) -> torch.Tensor:
     """f. Forward: identity. Backward: all-reduce. Before split work that consumes a whole tensor."""
     return _run(_Copy, lambda x, *_: x, x, group, name)
+
+
+def copy_beside(
+    x: torch.Tensor, group: Group, name: str, beside: Callable[[], Sequence[torch.Tensor | None]], others: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """f, whose all-reduce runs while `beside()` computes the gradients of `others`, once all that used f's result has been gone through
+    backward. For weights whose products leave their gradient to f (parallel/overlap.py). `x` requires a gradient."""
+    return _CopyBeside.apply(x, group, name, beside, *others)
 
 
 def reduce_from(x: torch.Tensor, group: Group, name: str, inplace: bool = False) -> torch.Tensor:
@@ -98,6 +106,23 @@ class _Copy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return collectives.all_reduce(grad, ctx.group, f"{ctx.name}.grad"), None, None
+
+
+class _CopyBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, group: Group, name: str, beside: Callable[[], Sequence[torch.Tensor | None]], *others: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.args = group, name, beside
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        group, name, beside = ctx.args
+        wait = background.begin(lambda: collectives.all_reduce(grad, group, f"{name}.grad"), group)
+        found = beside()
+        return wait(), None, None, None, *found
 
 
 class _Reduce(torch.autograd.Function):

@@ -51,6 +51,7 @@ class ShmTransport(ShmContext):
     """See `group.Transport`. Tensors are contiguous and on the CPU."""
 
     kind = "shm"
+    worker = None
 
     @classmethod
     def create(

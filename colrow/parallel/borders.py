@@ -94,7 +94,7 @@ def _of_value(state: State, region: Region) -> Change:
     if region.op == "copy" and region.place == "input":
         return lambda x: state.copies.copy(x, group, name)
     if region.op == "copy":
-        return lambda x: regions.copy_to(x, group, name)
+        return lambda x: state.copies.new(x, group, name)
     assert region.partition is not None  # a gather or a slice: check.py has seen to it
     if region.op == "slice":
         return functools.partial(own_part, region.partition, group.rank, name)

@@ -25,6 +25,7 @@ from ..comm import collectives, regions
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition, whole
+from . import overlap
 from .gradients import sum_copies
 from .pending import Due, Pending
 
@@ -76,7 +77,7 @@ class ColumnParallelLinear(nn.Linear):
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(regions.copy_to(input, self.group, self.name) if self.copy_input else input)
+        return overlap.product(self, regions.copy_to(input, self.group, self.name) if self.copy_input else input, super().forward)
 
 
 class RowParallelLinear(nn.Linear):
@@ -121,6 +122,9 @@ class RowParallelLinear(nn.Linear):
 
 class ColumnParallelConv1D(Conv1D):
     """ColumnParallelLinear with the weight stored [in, out]; only in split models, whose plan places f."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return overlap.product(self, x, super().forward)
 
 
 class RowParallelConv1D(Conv1D):

@@ -19,6 +19,8 @@ from ..comm import regions
 from ..comm.group import Group
 from ..errors import UserError
 from ..planning.plan import Plan, Region
+from . import overlap
+from .overlap import Deferred
 
 if TYPE_CHECKING:
     from .adapters import Adapters
@@ -38,6 +40,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._known: list[tuple[weakref.ref[torch.Tensor], int, Group, torch.Tensor]] = []
+        self._deferred: dict[str, Deferred] = {}  # of the last pass
 
     def copy(self, x: torch.Tensor, group: Group, name: str) -> torch.Tensor:
         """f(x), made at the first call and reused by the others. Counted under the first caller's name."""
@@ -46,8 +49,15 @@ class Copies:
         for known, version, at_group, copied in self._known:
             if known() is x and version == x._version and at_group is group:
                 return copied
-        copied = regions.copy_to(x, group, name)
+        copied = self.new(x, group, name)
         self._known = [*self._known[1 - REMEMBERED :], (weakref.ref(x), x._version, group, copied)]
+        return copied
+
+    def new(self, x: torch.Tensor, group: Group, name: str) -> torch.Tensor:
+        """f(x), whose all-reduce runs beside weight gradients where that gains time."""
+        if group.size == 1 or group.transport.worker is None or not (x.requires_grad and torch.is_grad_enabled()):
+            return regions.copy_to(x, group, name)
+        copied, self._deferred[name] = overlap.copy_to(x, group, name, self._deferred.get(name))
         return copied
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ from .job import Account, OnRanks, Opening, Stage, Traced, Wish
 from .options import check_room, check_training_files
 from .screen import Screen, account_lines, note, say, write
 
-IMPORTS = ("colrow.cli.run", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")  # while this process imports torch
+IMPORTS = ("colrow.cli.run", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")  # before the first job
 
 Stream = Callable[..., Iterator[Any]]
 """stream(fn, *args): what `fn(group, *args)` yields on rank 0."""
@@ -83,7 +83,7 @@ def train(
     ranks: int, backend: str, opening: Opening, settings: Any, files: tuple[Path, Path | None], out: Path, trace: Path | None = None
 ) -> None:
     files = check_training_files(*files, out, opening.files)
-    with Screen() as screen, _ranks(ranks, backend, screen) as stream:
+    with Screen() as screen, _ranks(ranks, backend, screen, f"{__package__}.train") as stream:
         from . import train as command
 
         traced = command.show(stream, screen, opening, settings, files, out.resolve())
@@ -92,8 +92,9 @@ def train(
 
 
 @contextmanager
-def _ranks(size: int, backend: str, screen: Screen) -> Iterator[Stream]:
-    """Ranks for one or several jobs: processes that are started now, those of torchrun, or for one rank this process."""
+def _ranks(size: int, backend: str, screen: Screen, *more: str) -> Iterator[Stream]:
+    """Ranks for one or several jobs: processes that are started now, those of torchrun, or for one rank this process. `more`: modules that
+    the jobs need beside IMPORTS."""
     if size == 1 or launch.under_torchrun():
         with ending_at_once(screen.clear):
             bring((f"{__package__}.run",))
@@ -103,5 +104,5 @@ def _ranks(size: int, backend: str, screen: Screen) -> Iterator[Stream]:
     screen.show("start")
     with ExitStack() as stack:
         with ending_at_once(screen.clear):
-            ranks = stack.enter_context(Ranks(size, backend, IMPORTS))
+            ranks = stack.enter_context(Ranks(size, backend, (*IMPORTS, *more)))
         yield lambda fn, *args: ranks.stream(fn, args)

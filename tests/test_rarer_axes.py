@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import transformers as tf
 
+from colrow.parallel import conv
 from colrow.planning.derive import derive
 from colrow.planning.graph import Graph
 from colrow.planning.replay import check
@@ -14,7 +15,7 @@ from colrow.planning.trace import trace
 from colrow.proof.gate import GateRefused, prove
 from colrow.proof.shrink import Small
 
-from .families import WIDE
+from .families import PLAIN, WIDE
 from .faults import plant
 from .test_families import share
 
@@ -105,3 +106,35 @@ def test_layers_with_the_kv_heads_of_earlier_ones(ranks: int) -> None:
     assert len(plan.attention) == 4
     assert len({heads.query for heads in plan.attention}) == 1
     assert prove(Small(config, plan, ())).ok
+
+
+def recurrent_gemma() -> tf.RecurrentGemmaConfig:
+    sizes: dict[str, Any] = {**WIDE, "hidden_size": 72, "lru_width": 72, "num_hidden_layers": 3, "attention_window_size": 4}
+    return tf.RecurrentGemmaConfig(**sizes)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_depthwise_convolutions_and_states_that_modules_keep(ranks: int) -> None:
+    """Recurrent blocks: cut by the heads of their gates; the state of a step is made in the block's code, by an int of its own."""
+    config = recurrent_gemma()
+    plan = derive(config, ranks)
+    assert share(plan) > 0.98
+    assert plan.tensor("model.layers.0.temporal_block.conv_1d.weight").partition.dim == 0
+    assert any(edit.attribute == "lru_width" for edit in plan.edits)
+    assert prove(Small(config, plan, ())).ok
+
+
+def test_depthwise_convolutions_over_heads_in_two_dims() -> None:
+    sizes = {k: v for k, v in PLAIN.items() if k != "num_key_value_heads"}
+    config = tf.NystromformerConfig(**sizes, segment_means_seq_len=13, num_landmarks=13)
+    plan = derive(config, 3)
+    assert plan.tensor("nystromformer.encoder.layer.0.attention.self.conv.weight").partition.dim == 0
+    assert check(config, plan).ok
+    assert prove(Small(config, plan, ())).ok
+
+
+def test_channels_of_a_convolution_that_are_another_ranks_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recurrent_gemma()
+    monkeypatch.setattr(conv, "make_local", lambda layer: None)
+    with pytest.raises(GateRefused):
+        prove(Small(config, derive(config, 2), ()))

@@ -22,11 +22,12 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
 from ..planning import models
-from ..planning.graph import is_table
+from ..planning.graph import CONVOLUTIONS, is_table
 from ..planning.plan import Edit, Plan, Region
 from . import (
     attention,
     borders,
+    conv,
     embedding,
     entries,
     experts,
@@ -141,6 +142,9 @@ def _change_layers(model: nn.Module, state: State) -> set[Region]:
             embedding.make_vocab(layer, cut, group, region.name if region else None)  # type: ignore[arg-type]
         elif is_table(type(layer)):
             embedding.make_column(layer)  # type: ignore[arg-type]
+        elif type(layer) in CONVOLUTIONS:
+            conv.make_local(layer)  # type: ignore[arg-type]
+            continue
         elif type(layer) in linear.OUTPUT_DIM and cut.dim == linear.OUTPUT_DIM[type(layer)]:
             linear.make_column(layer, group, path)
             continue

@@ -241,7 +241,10 @@ class _Chooser:
         return made is not None and self.graph.op(made).attention is not None
 
     def _stands_alone(self, leaf: Node) -> bool:
-        """The leaf is a whole dim wherever it occurs (or a whole segment of one), so a rank may have none of it: views stay possible."""
+        """The leaf is a whole dim wherever it occurs (or a whole segment of one), so a rank may have none of it: views stay possible. There
+        is no convolution without channels."""
+        if any(self.graph.op(i).name == "convolution" for i in self.graph.ops_of[leaf]):
+            return False
         for v in self.graph.values_with(leaf):
             for dim in self.graph.axes.dims[v]:
                 if leaf in leaves(dim) and not _is_alone(dim, leaf):

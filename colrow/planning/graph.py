@@ -29,6 +29,7 @@ REALISTIC = {"B": 4, "S": 1024, "E": 1024}
 """Sizes that stand for the traced ones in costs: with the traced ones, attention scores look smaller than a hidden vector."""
 
 PRODUCTS = (nn.Linear, Conv1D)  # exactly these: a class of a model's own may do more
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_table(cls: type) -> bool:
@@ -273,6 +274,10 @@ class Graph:
     def is_product(self, module: str) -> bool:
         """The module is an ordinary linear layer, whose bias the applier adds after the reduction."""
         return self.trace.modules.get(module) in PRODUCTS
+
+    def is_convolution(self, module: str) -> bool:
+        """The module is an ordinary convolution, which runs on the rank's own channels where each goes through by itself."""
+        return self.trace.modules.get(module) in CONVOLUTIONS
 
     def is_bare(self, module: str) -> bool:
         """The module is a class of the model's own, which works on its parameters with torch functions (experts)."""

@@ -313,7 +313,9 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
         stack.callback(setattr, _active, "recorder", None)
         stack.enter_context(r)
         stack.enter_context(IntReader(r))
-        options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        own = any(hasattr(m, "_setup_cache") for m in model.modules() if not isinstance(m, PreTrainedModel))
+        # a state that modules keep themselves is made in their code, by their ints; keys and values are as long as what they are given
+        options = {"use_cache": own} if "use_cache" in inspect.signature(model.forward).parameters else {}
         try:
             model(**arguments, **options)
         except Exception as e:

@@ -58,7 +58,7 @@ def _added_product(op: Op, inputs: Inputs, where: str) -> Spread:
 
 
 def _convolution(op: Op, inputs: Inputs, where: str) -> Spread:
-    """Depthwise, x [B, C, T] with w [C, 1, k]: a rank has the channels of which it has input and weight. Any other needs all of both."""
+    """Depthwise, x [B, C, ...] with w [C, 1, ...]: a rank has the channels of which it has input and weight. Any other needs all."""
     x, w = (inputs[i] for i in op.inputs()[:2])
     if all(s.is_whole for s in inputs.values()):
         return per_rank(op, inputs)[0]
@@ -66,13 +66,13 @@ def _convolution(op: Op, inputs: Inputs, where: str) -> Spread:
         raise ReplayError(f"{where} needs whole inputs, one is {x.state()}")
     data, boxes = [], []
     for r in range(x.ranks):
-        box = (x.held[r][0], common(x.held[r][1], w.held[r][0]), x.held[r][2])
+        box = (x.held[r][0], common(x.held[r][1], w.held[r][0]), *x.held[r][2:])
         pieces = {op.inputs()[0]: x.narrow(r, box), op.inputs()[1]: w.narrow(r, (box[1], *full(w.shape[1:])))}
         for bias in op.inputs()[2:]:
             pieces[bias] = inputs[bias].narrow(r, (box[1],))
         data.append(call(replace(op, args=(*op.args[:8], len(box[1]))), same_precision(pieces)))
-        boxes.append((box[0], box[1], torch.arange(data[-1].shape[2])))
-    return Spread((x.shape[0], x.shape[1], data[0].shape[2]), tuple(data), tuple(boxes))
+        boxes.append((box[0], box[1], *full(data[-1].shape[2:])))
+    return Spread((*x.shape[:2], *data[0].shape[2:]), tuple(data), tuple(boxes))
 
 
 CONTRACT = {"mm": _plain_product, "bmm": _plain_product, "addmm": _added_product, "baddbmm": _added_product, "convolution": _convolution}

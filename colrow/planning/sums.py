@@ -74,10 +74,12 @@ class _Walk:
     def _parameters(self) -> None:
         for name in (n for leaf in self.flow.chosen for n in self.graph.parameters_with[leaf]):
             where, _, last = name.rpartition(".")
-            dims = len(self.graph.trace.values[self.graph.trace.parameters[name]].shape)
+            dims = self.graph.axes.dims[self.graph.trace.parameters[name]]
             lends = where not in self.graph.calls_of  # the module never runs: others take its weight (the convolution of Mamba2)
-            if dims > 2 and not (self.graph.is_bare(where) or lends):
-                self.flow.problems.append(Problem(where, last, "has three or more dims, which cannot be cut yet"))
+            if len(dims) <= 2 or self.graph.is_bare(where) or lends:
+                continue
+            if not self.graph.is_convolution(where) or leaves(dims[1]) or not self.flow.chosen & set(leaves(dims[0])):
+                self.flow.problems.append(Problem(where, last, "has three or more dims, and its channels do not go through by themselves"))
                 return
 
     def _visit(self, op: Op) -> None:

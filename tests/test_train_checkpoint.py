@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from colrow.checkpoint.rank_files import complete, held, open_checkpoint
 from colrow.comm.group import Group
@@ -23,8 +23,10 @@ from colrow.planning.derive import derive
 from colrow.planning.plan import Plan
 from colrow.train import checkpoint
 from colrow.train.checkpoint import resume, save, unfinished
+from colrow.train.events import EventFile
 from colrow.train.export import export
 from colrow.train.gradients import clip_grad_norm, trainable
+from colrow.train.journal import Journal
 from colrow.train.master import MasterWeights
 
 from .splitting import TOLERANCE, ask_split, case, next_token_loss, whole
@@ -152,11 +154,11 @@ def test_a_save_that_is_not_finished_is_not_seen(saved: dict[int, Path], tmp_pat
         save(tmp_path, 1, model, trainable(model), optimizer)
 
         def stop(path: Path) -> None:
-            raise OSError("no space left on device")
+            raise RuntimeError("the machine stops")
 
         save(tmp_path, 2, model, trainable(model), optimizer, beside=stop)
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(RuntimeError, match="the machine stops"):
         ask_split(whole(AT), plan_for(2), fails)
     assert [p.name for p in complete(tmp_path)] == ["step-00000001"]
     assert len(unfinished(tmp_path)) == 1
@@ -192,6 +194,37 @@ def test_a_full_disk_is_one_line_on_every_rank_and_leaves_nothing(tmp_path: Path
 
     ask_split(whole(AT), plan_for(2), task)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), Exception("No space left on device (os error 28)")])
+def test_a_disk_that_is_full_for_what_rank_0_adds_leaves_nothing(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's files beside a checkpoint (tokenizers raise a bare Exception), the exported model, the log."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise error
+
+    def task(group: Group, model: Any) -> None:
+        save(tmp_path / "run", 1, model, trainable(model), None)
+        with pytest.raises(UserError, match=r"checkpoint could not be written .*No space left.*goes on from there"):
+            save(tmp_path / "run", 2, model, trainable(model), None, beside=full)
+
+    ask_split(whole(AT), plan_for(2), task)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000001"]
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(UserError, match=r"model could not be written .*No space left"):
+        export(tmp_path / "run", tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    monkeypatch.setattr(EventFile, "_append", full)
+    with pytest.raises(UserError, match=r"log of the run could not be written .*No space left"):
+        Journal(tmp_path / "log", "a model")
+
+
+def test_an_error_that_is_not_the_disks_stays_what_it_is(tmp_path: Path) -> None:
+    def wrong(_: Path) -> None:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        ask_split(whole(AT), plan_for(1), lambda g, m: save(tmp_path, 1, m, trainable(m), None, beside=wrong))
 
 
 def test_what_cannot_be_resumed_is_named(saved: dict[int, Path], tmp_path: Path) -> None:

@@ -25,15 +25,18 @@ from torch import nn
 
 from ..checkpoint.rank_files import FORMAT, PREFIX, STATE, Saved, complete, directory_name, file_name
 from ..comm import collectives
+from ..comm.decide import on_rank_0
 from ..comm.group import Group
 from ..errors import UserError
 from ..parallel import adapter_files
 from ..parallel.adapter_files import NAME
 from ..parallel.state import State, state_of
 from ..planning.plan import TensorPlan
+from .writing import reason, writing
 
 Parameters = Mapping[str, nn.Parameter]
 UNFINISHED = ".unfinished-"
+AGAIN = "more room on the disk, then the same command: it goes on from there"
 
 
 def save(
@@ -55,49 +58,54 @@ def save(
     state = state_of(model)
     group, kept = state.group, _kept(state, parameters)
     final, unfinished = directory / directory_name(step), directory / f"{UNFINISHED}{directory_name(step)}"
-    if group.rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        for old in directory.glob(f"{UNFINISHED}*"):
+    what = f"the checkpoint could not be written into {directory}; the last one is as it was"
+
+    def begin() -> None:
+        with writing(what, AGAIN):
+            directory.mkdir(parents=True, exist_ok=True)
+            for old in directory.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(old)
+            unfinished.mkdir()
+
+    def finish() -> None:
+        with writing(what, AGAIN, remove=unfinished):
+            model.config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
+            if getattr(model, "can_generate", lambda: False)():
+                model.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
+            if state.adapters is not None:
+                adapter_files.write_config(unfinished, state.adapters.config)
+            if beside is not None:
+                beside(unfinished)
+            content = {
+                "format": FORMAT,
+                "step": step,
+                "ranks": group.size,
+                "tensors": {n: {"shape": t.shape, "partition": t.partition.to_json()} for n, t in kept.items()},
+                "adapter": _adapter(state),
+                "optimizer": numbers,
+                "extra": dict(extra or {}),
+            }
+            (unfinished / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
+            for file in unfinished.rglob("*"):
+                _to_disk(file)
+            _to_disk(unfinished)
+            if final.exists():  # an earlier run's, which this one has overtaken
+                shutil.rmtree(final)
+            os.rename(unfinished, final)
+            _to_disk(directory)
+        for old in complete(directory)[:-keep]:
             shutil.rmtree(old)
-        unfinished.mkdir()
-    collectives.barrier(group, "checkpoint.begin")
+
+    on_rank_0(begin, group, "checkpoint.begin")
     tensors, numbers = _pieces(model, kept, parameters, optimizer)
-    path = unfinished / file_name(group.rank, group.size)
-    wrong = ""
+    path, wrong = unfinished / file_name(group.rank, group.size), ""
     try:
         save_file(tensors, path)
         _to_disk(path)
-    except (OSError, SafetensorError) as error:  # a full disk, most often
-        wrong = str(error)
+    except (OSError, SafetensorError) as error:
+        wrong = reason(error)
     _all_written(collectives.gather_objects(wrong, group, "checkpoint.written"), unfinished, group.rank)
-    if group.rank == 0:
-        model.config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
-        if getattr(model, "can_generate", lambda: False)():
-            model.generation_config.save_pretrained(unfinished)  # type: ignore[union-attr,operator]
-        if state.adapters is not None:
-            adapter_files.write_config(unfinished, state.adapters.config)
-        if beside is not None:
-            beside(unfinished)
-        content = {
-            "format": FORMAT,
-            "step": step,
-            "ranks": group.size,
-            "tensors": {n: {"shape": t.shape, "partition": t.partition.to_json()} for n, t in kept.items()},
-            "adapter": _adapter(state),
-            "optimizer": numbers,
-            "extra": dict(extra or {}),
-        }
-        (unfinished / STATE).write_text(json.dumps(content, indent=1), encoding="utf-8")
-        for file in unfinished.rglob("*"):
-            _to_disk(file)
-        _to_disk(unfinished)
-        if final.exists():  # an earlier run's, which this one has overtaken
-            shutil.rmtree(final)
-        os.rename(unfinished, final)
-        _to_disk(directory)
-        for old in complete(directory)[:-keep]:
-            shutil.rmtree(old)
-    collectives.barrier(group, "checkpoint.named")
+    on_rank_0(finish, group, "checkpoint.named")
     return final
 
 
@@ -118,7 +126,7 @@ def _all_written(wrong: Sequence[str], unfinished: Path, rank: int) -> None:
             shutil.rmtree(unfinished, ignore_errors=True)
         first = next(n for n, text in enumerate(wrong) if text)
         what = f"the checkpoint could not be written by rank {first} into {unfinished.parent}; the last one is as it was"
-        raise UserError(what, wrong[first], "more room on the disk, then the same command: it goes on from there")
+        raise UserError(what, wrong[first], AGAIN)
 
 
 def _pieces(

@@ -29,6 +29,7 @@ from ..parallel.load import fill, from_source
 from ..parallel.save import quiet
 from ..planning.derive import derive
 from ..planning.plan import TensorPlan
+from .writing import writing
 
 
 def export(directory: Path, out: Path, max_shard_size: str = "50GB", adapter: bool = False) -> Path:
@@ -41,18 +42,23 @@ def export(directory: Path, out: Path, max_shard_size: str = "50GB", adapter: bo
             raise UserError("this checkpoint is not of an adapter", saved.path, "the same without --adapter")
         unfinished = out.parent / f".unfinished-{out.name}"
         shutil.rmtree(unfinished, ignore_errors=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if adapter:
-            unfinished.mkdir()
-            _write_adapter(saved, unfinished)
-        else:
-            with quiet():
-                whole_model(saved).save_pretrained(unfinished, max_shard_size=max_shard_size)
-        for file in saved.path.iterdir():  # the tokenizer's files, and what else belongs to the model
-            known = file.suffix == ".safetensors" or file.name in (STATE, CONFIG, *(("config.json", "generation_config.json") * adapter))
-            if file.is_file() and not known and not (unfinished / file.name).exists():
-                shutil.copy2(file, unfinished / file.name)
-        os.rename(unfinished, out)
+        with writing(f"the model could not be written to {out}", "more room on the disk, or a directory on another one", remove=unfinished):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            if adapter:
+                unfinished.mkdir()
+                _write_adapter(saved, unfinished)
+            else:
+                with quiet():
+                    whole_model(saved).save_pretrained(unfinished, max_shard_size=max_shard_size)
+            for file in saved.path.iterdir():  # the tokenizer's files, and what else belongs to the model
+                known = file.suffix == ".safetensors" or file.name in (
+                    STATE,
+                    CONFIG,
+                    *(("config.json", "generation_config.json") * adapter),
+                )
+                if file.is_file() and not known and not (unfinished / file.name).exists():
+                    shutil.copy2(file, unfinished / file.name)
+            os.rename(unfinished, out)
     finally:
         saved.close()
     return out

@@ -4,25 +4,37 @@ and in a file for TensorBoard."""
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from . import curve
+from .checkpoint import AGAIN
 from .events import EventFile
 from .trainer import Evaluation, Event, Resumed, SavedAt, Step
+from .writing import writing
 
 
 class Journal:
     """Written by one rank. A run that goes on from a checkpoint forgets the lines of the steps that it does again."""
 
     def __init__(self, out: Path, title: str) -> None:
-        out.mkdir(parents=True, exist_ok=True)
         self.title, self.log, self.picture = title, out / "log.jsonl", out / "loss.html"
         self.lines: list[dict[str, Any]] = []
-        self.events = EventFile(out)
+        with self._writing():
+            out.mkdir(parents=True, exist_ok=True)
+            self.events = EventFile(out)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(f"the log of the run could not be written into {self.log.parent}", AGAIN)
 
     def add(self, event: Event) -> None:
+        """UserError where it cannot be written."""
+        with self._writing():
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
         if isinstance(event, Resumed):
             old = self.log.read_text(encoding="utf-8").splitlines() if self.log.is_file() else []
             self.lines = [line for line in map(_parsed, old) if line and line["step"] <= event.step]
@@ -38,7 +50,7 @@ class Journal:
             file.write(json.dumps(line) + "\n")
         self._curves(line)
         if isinstance(event, Evaluation | SavedAt):
-            self.draw()
+            self._draw()
 
     def _curves(self, line: dict[str, Any]) -> None:
         if line["event"] == "step":
@@ -48,6 +60,11 @@ class Journal:
             self.events.add(line["step"], {"evaluation": line["loss"]})
 
     def draw(self) -> None:
+        """loss.html and loss.svg, as far as the run has come. UserError where they cannot be written."""
+        with self._writing():
+            self._draw()
+
+    def _draw(self) -> None:
         lines = [f"{self.title}: {len(self.points(Step))} steps"]
         page = curve.page("Training loss", self.points(Step), self.points(Evaluation), lines)
         self.picture.write_text(page, encoding="utf-8")

@@ -34,9 +34,11 @@ int main(int count, char **words) {
         CPU_ZERO(&cpus);
         CPU_SET(atoi(words[3 + p]), &cpus);
         sched_setaffinity(0, sizeof cpus, &cpus);
-        uint64_t *memory = aligned_alloc(4096, (words_of * 8 + 4095) / 4096 * 4096), sum = 0;
+        const size_t page = 2 << 20, bytes = (words_of * 8 + page - 1) / page * page; /* large pages, as weights have them */
+        uint64_t *memory = aligned_alloc(page, bytes), sum = 0;
         double *times = malloc((size_t)rounds * sizeof *times);
         if (!memory || !times) _exit(1);
+        madvise(memory, bytes, MADV_HUGEPAGE);
         for (size_t i = 0; i < words_of; i++) memory[i] = i;
         for (int r = 0; r < rounds; r++) {
             const double start = now();

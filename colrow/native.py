@@ -121,7 +121,18 @@ PROGRAM = Library(
     "kernels/_program",
     tuple(
         f"kernels/{name}"
-        for name in ("program.c", "vector.h", "product.h", "multiply.h", "choose.h", "elementwise.h", "attend.h", "pool.h")
+        for name in (
+            "program.c",
+            "vector.h",
+            "product.h",
+            "tile.h",
+            "pairs.h",
+            "multiply.h",
+            "choose.h",
+            "elementwise.h",
+            "attend.h",
+            "pool.h",
+        )
     ),
     "kp_digest",
     (*(flag for flag in FLAGS if "contract" not in flag), "-ffp-contract=fast", "-pthread", "-Wno-psabi"),

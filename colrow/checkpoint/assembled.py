@@ -15,6 +15,7 @@ import torch
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 from ..partition import Range
+from .pages import empty
 from .source import Source, TensorInfo, local_shape
 
 
@@ -67,7 +68,7 @@ class AssembledSource:
         if key not in self._assemblies:
             return self._source.read(key, dim, ranges, dtype)
         assembly, info = self._assemblies[key], self.tensors[key]
-        out = torch.empty(local_shape(info.shape, dim, ranges), dtype=dtype or info.dtype)
+        out = empty(local_shape(info.shape, dim, ranges), dtype or info.dtype)
         rows = enumerate(assembly.rows)
         if assembly.stacked and dim == 0:
             rows = enumerate(assembly.rows[i] for a, b in ranges for i in range(a, b))

@@ -20,6 +20,7 @@ import torch
 
 from ..errors import UserError
 from ..partition import Range, merge_ranges
+from .pages import empty
 
 STAGE_BYTES = 4 << 20  # of the buffer through which values of another dtype pass
 Run = tuple[int, int]  # (position in the file, number of bytes)
@@ -137,7 +138,7 @@ def read_plain(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Ranges of a row-major tensor of plain numbers. Memory: the result, and a small buffer if the dtype changes."""
-    out = torch.empty(local_shape(shape, dim, ranges), dtype=dtype)
+    out = empty(local_shape(shape, dim, ranges), dtype)
     if not out.numel():
         return out
     runs = byte_runs(base, shape, stored.itemsize, dim, ranges)

@@ -13,6 +13,7 @@ import torch
 
 from ..errors import UserError
 from ..partition import Range
+from .pages import empty
 from .safetensors import read_weight_map
 from .source import TensorInfo, local_shape
 
@@ -34,7 +35,7 @@ class BinSource:
 
     def read(self, key: str, dim: int | None, ranges: Sequence[Range], dtype: torch.dtype | None = None) -> torch.Tensor:
         tensor = self._tensors[key][0]
-        out = torch.empty(local_shape(tensor.shape, dim, ranges), dtype=dtype or tensor.dtype)
+        out = empty(local_shape(tensor.shape, dim, ranges), dtype or tensor.dtype)
         at = 0
         for start, stop in ranges if dim is not None else ():
             out.narrow(dim, at, stop - start).copy_(tensor.narrow(dim, start, stop - start))  # type: ignore[arg-type]

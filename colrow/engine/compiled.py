@@ -108,6 +108,8 @@ def _is_light(made: Steps, op: Ran) -> bool:
     if op.func._schema.is_mutable and id(op.args[0]) not in made.depends:
         raise NotRecorded(f"it writes to a constant ({op.name})")
     made.depends.update((id(x), depends) for x in op.outputs)
+    if op.is_view:
+        made.views.update((id(x), op) for x in op.outputs)
     return True
 
 

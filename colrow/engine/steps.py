@@ -92,6 +92,7 @@ class Steps:
         self.depends = light
         self.int8: dict[int, Matrix] = {}  # weights that the modules made of int8 numbers, by recorded tensor
         self.picked: dict[int, Picked] = {}  # by recorded tensor, too
+        self.views: dict[int, Ran] = {}  # of light tensors: what made them
         self.symbols: dict[int, Any] = {}  # what attended.py knows of recorded tensors that no shadow stands for
         self._shadows: dict[int, torch.Tensor] = {}
         self._constants: dict[int, Constant] = {}
@@ -101,6 +102,8 @@ class Steps:
 
     def shadow(self, recorded: torch.Tensor) -> torch.Tensor:
         """Of a live tensor; a light one becomes an input, a constant is copied into the arena."""
+        if id(recorded) in self.views and id(recorded) not in self._shadows:  # a view of an input is no input of its own
+            self.view(self.views[id(recorded)])
         found = self._shadows.get(id(recorded))
         if found is None:
             found = torch.empty(recorded.shape)

@@ -62,7 +62,9 @@ static void multiply(void *what, int part, int parts) {
         const Job *job = &task->jobs[i];
         const int64_t rows = job->block.rows, share = (rows + parts - 1) / parts, whole = (share + LANES - 1) / LANES * LANES;
         const int64_t first = part * whole < rows ? part * whole : rows, last = first + whole < rows ? first + whole : rows;
-        task->product(&job->block, first, last, task->n, job->columns, task->width, job->count, job->y);
+        if (task->n) task->product(&job->block, first, last, task->n, job->columns, task->width, job->count, job->y);
+        else /* of a rank that has nothing to add */
+            for (int c = 0; c < job->count; c++) memset(job->y[c] + job->block.out + first, 0, (size_t)(last - first) * sizeof(float));
     }
 }
 
@@ -72,11 +74,10 @@ typedef struct {
     Product *product;
 } Form;
 
+/* Columns lie three lines more apart than they need: at a distance of pages they would all want the same lines of the cache. */
 static Form form(int64_t dtype, int64_t n) {
-    static Product *const plain[] = {product_f32, product_bf16, product_f16, product_int8};
-    const int64_t width = (n + 63) / 64 * 64;
-    if (dtype == BF16 && has_pairs()) return (Form){n, width, 2, product_pairs};
-    return (Form){n, width, 4, plain[dtype]};
+    const int64_t unit = dtype == BF16 && has_pairs() ? 2 : 4;
+    return (Form){n, (n + GROUP - 1) / GROUP * GROUP + 192 / unit, unit, product_of(dtype)};
 }
 
 /* A product may read a few columns more than there are. */
@@ -86,7 +87,7 @@ static void *columns_room(Room *rooms, const Form *form, int64_t count) {
 
 static void *column(void *columns, const Form *form, int64_t at) { return (char *)columns + at * form->width * form->unit; }
 
-static void pack(void *to, const Form *form, const float *from) {
+SIMD static void pack(void *to, const Form *form, const float *from) {
     put(to, form->unit == 2 ? BF16 : F32, 0, from, form->n);
     memset((char *)to + form->n * form->unit, 0, (size_t)((form->width - form->n) * form->unit));
 }

@@ -1,11 +1,12 @@
 /* y = W x for a few columns x: what decoding does for nearly all of its time. W [rows, n] is read once, at the memory's speed.
  *
- * Each result is one sum in one order, whatever other columns are computed with it: products of every second vector of 16 go to one of two
- * accumulators, which are added at the end. So a column's results are the same bits alone and in any company. Four columns share a reading
- * of two rows; the next four find those in the cache.
+ * Each result is one sum in one order (sixteen lanes side by side, from the row's beginning to its end), whatever other rows and columns are
+ * computed with it. So a column's results are the same bits alone and in any company. Tiles of a few rows and columns share what they read;
+ * all columns go over one panel of rows before the next one, so only the first of them meets memory.
  *
- * Weights are float32, bfloat16, float16, or int8 with a scale for each GROUP of a row. Where the processor multiplies pairs of bfloat16 itself, the
- * columns are rounded to bfloat16 first, as the modules round them; elsewhere all arithmetic is in float32.
+ * Weights are float32, bfloat16, float16, or int8 with a scale for each GROUP of a row. Where the processor multiplies pairs of bfloat16
+ * itself, the columns are rounded to bfloat16 first, as the modules round them; elsewhere all arithmetic is in float32. What a level of
+ * processors can do is in tile.h and pairs.h; which one this is, is asked when a product is made.
  */
 #ifndef COLROW_PRODUCT_H
 #define COLROW_PRODUCT_H
@@ -18,147 +19,135 @@ typedef struct {
     int64_t rows, out;    /* out: where the first row's result goes in every arena, in floats */
 } Block;
 
-enum { STEP = 2 * LANES, COLUMNS = 4, AHEAD = 4096 };
+/* Rows `first` to `last` for `count` columns x of n > 0 numbers, `width` apart. Behind the last one is memory for COLUMNS - 1 more, whose results are
+ * dropped. */
+typedef void Product(const Block *, int64_t first, int64_t last, int64_t n, const void *x, int64_t width, int count, float *const *y);
 
-INLINE Floats load_weights(const void *w, const float *scale, int dtype, int64_t at) {
-    if (dtype == F32) return load_f32((const float *)w + at);
-    if (dtype == BF16) return load_bf16((const uint16_t *)w + at);
-    if (dtype == F16) return load_f16((const uint16_t *)w + at);
-    return load_int8((const int8_t *)w + at) * (scale[at / GROUP] + (Floats){0});
-}
+enum { COLUMNS = 8, ROWS = 4, PANEL = 24 }; /* at most in a tile; rows that all columns go over, a multiple of each tile's */
+enum { NEAR = 4096, PART = 2048 };          /* bytes of a column that stay in the nearest cache beside seven others; else parts of it do */
 
-/* The last weights of a row, with zeros behind them. */
-INLINE Floats load_rest(const void *w, const float *scale, int dtype, int64_t at, int64_t n) {
-    float rest[LANES] = {0};
-    for (int64_t i = at; i < n && i < at + LANES; i++)
-        rest[i - at] = dtype == INT8 ? (float)((const int8_t *)w)[i] * scale[i / GROUP] : get(w, dtype, i);
-    return load_f32(rest);
-}
+/* Where a tile is: rows from `row` on, columns from `column` on, numbers `from` to `to` of them. Where these are not the first or not the
+ * last, sums come from or go to `kept`. `ahead`: how far away the rows are that are fetched meanwhile, in bytes; 0: none. */
+typedef struct {
+    int64_t row, from, to, ahead;
+    int column;
+    Floats (*kept)[COLUMNS];
+} Spot;
 
-/* R rows times C columns, of which the first `wanted` are written. R and C are constants where this is inlined, so all sums stay in
- * registers. Columns have zeros up to a multiple of 64. */
-INLINE void tile(const Block *block, int64_t row, int dtype, int64_t n, const float *x, int64_t width, int R, int C, int wanted,
-                 float *const *y) {
-    const int64_t unit = dtype == F32 ? 4 : dtype == INT8 ? 1 : 2, groups = (n + GROUP - 1) / GROUP, even = n / STEP * STEP;
-    const int64_t ahead = R == 1 ? AHEAD : R * n * unit; /* in a row's own stream, or in the next two rows */
-    Floats sum[2][COLUMNS][2];
-    const char *w[2];
-    const float *scale[2];
-#pragma GCC unroll 2
-    for (int r = 0; r < R; r++) {
-        w[r] = (const char *)block->weight + (row + r) * n * unit;
-        scale[r] = dtype == INT8 ? block->scale + (row + r) * groups : NULL;
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sum[r][c][0] = sum[r][c][1] = (Floats){0};
-    }
-    for (int64_t k = 0; k < even; k += STEP)
-#pragma GCC unroll 2
+/* While `length` bytes of R rows are read, from `at` on, as many of the next R rows are asked for: for one column in the order in which they
+ * lie in memory; for several, which take longer, where they will be wanted. */
+INLINE void fetch(const char *rows, int64_t bytes, int64_t ahead, int64_t at, int64_t length, int R, int C) {
+    if (C == 1)
+        for (int64_t i = 0; i < R * length; i += 64) __builtin_prefetch(rows + ahead + R * at + i);
+    else
         for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-            for (int a = 0; a < 2; a++) {
-                const Floats v = load_weights(w[r], scale[r], dtype, k + a * LANES);
-                if (a == 0 || dtype == F32) __builtin_prefetch(w[r] + (k + a * LANES) * unit + ahead);
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++) sum[r][c][a] += v * load_f32(x + c * width + k + a * LANES);
-            }
-    if (even < n)
-#pragma GCC unroll 2
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-            for (int a = 0; a < 2; a++) {
-                const Floats v = load_rest(w[r], scale[r], dtype, even + a * LANES, n);
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++) sum[r][c][a] += v * load_f32(x + c * width + even + a * LANES);
-            }
-#pragma GCC unroll 2
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++)
-            if (c < wanted) y[c][block->out + row + r] = total(sum[r][c][0] + sum[r][c][1]);
+            for (int64_t i = 0; i < length; i += 64) __builtin_prefetch(rows + ahead + r * bytes + at + i);
 }
 
-/* Rows `first` to `last` for all columns. Behind the last one there is memory up to a multiple of COLUMNS; what comes of it is dropped. */
-#define ROWS(TILE, ...)                                                                                   \
-    for (int64_t row = first; row < last;) {                                                              \
-        const int two = columns > 1 && row + 1 < last;                                                    \
-        if (two)                                                                                          \
-            for (int c = 0; c < columns; c += COLUMNS) TILE(block, row, __VA_ARGS__ n, x + c * width, width, 2, COLUMNS, columns - c, y + c); \
-        else                                                                                              \
-            for (int c = 0; c < columns; c++) TILE(block, row, __VA_ARGS__ n, x + c * width, width, 1, 1, 1, y + c); \
-        row += two ? 2 : 1;                                                                               \
+#define EACH_SUM _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) _Pragma("GCC unroll 8") for (int c = 0; c < C; c++)
+
+/* Panel by panel: columns in groups of C, the last few in groups of D, a single one by itself. A group's long columns are taken in parts:
+ * a panel's tiles go over the first part, then over the next. BYTES: of a row; UNIT: of a column's numbers. */
+#define WALK(TILE, BYTES, UNIT, R, C, Q, D, ALONE)                                                 \
+    Floats kept[PANEL][COLUMNS];                                                                   \
+    const int64_t part = n * (UNIT) <= NEAR ? n : PART / (UNIT);                                   \
+    for (int64_t top = first; top < last; top += PANEL) {                                     \
+        const int64_t end = top + PANEL < last ? top + PANEL : last;                               \
+        for (int c = 0, step; c < count; c += step) {                                              \
+            step = count - c > D ? C : count - c > 1 ? D : 1;                                      \
+            if (step == C) TILES(TILE, BYTES, part, R, C)                                          \
+            else if (C != D && step == D) TILES(TILE, BYTES, n, Q, D)                              \
+            else TILES(TILE, BYTES, n, ALONE, 1)                                                   \
+        }                                                                                          \
+    }
+#define TILES(TILE, BYTES, PARTS, R, C)                                                                              \
+    for (int64_t from = 0; from < n; from += PARTS) {                                                                \
+        const int64_t to = from + (PARTS) < n ? from + (PARTS) : n;                                                  \
+        int64_t row = top;                                                                                           \
+        for (; row + R <= end; row += R) TILE(R, C, ((Spot){row, from, to, c ? 0 : R * (BYTES), c, kept + row - top})); \
+        for (; row < end; row++) TILE(1, C, ((Spot){row, from, to, c ? 0 : (BYTES), c, kept + row - top}));          \
     }
 
-#define PLAIN(NAME, DTYPE)                                                                                              \
-    SIMD static void NAME(const Block *block, int64_t first, int64_t last, int64_t n, const void *columns_, int64_t width, \
-                          int columns, float *const *y) {                                                               \
-        const float *x = columns_;                                                                                      \
-        ROWS(tile, DTYPE, )                                                                                             \
-    }
+#define AT(NAME) NAME##_any
+#define TARGET
+#define SHAPE 2, 2, 2, 2, 2
+#define INT8_SHAPE SHAPE
+#define FROM_INT8 load_int8
+#define FROM_F16 load_f16
+#include "tile.h"
 
-PLAIN(product_f32, F32)
-PLAIN(product_bf16, BF16)
-PLAIN(product_f16, F16)
-PLAIN(product_int8, INT8)
-
-typedef void Product(const Block *, int64_t first, int64_t last, int64_t n, const void *x, int64_t width, int columns, float *const *y);
-
-#if defined(__x86_64__) && CAN_CLONE
+#if CLONES && HIGHEST >= 3
 #include <immintrin.h>
-#define PAIRS __attribute__((target("arch=x86-64-v4,avx512bf16")))
-enum { PAIR_STEP = 64 };
 
-/* As `tile`, with 32 pairs' halves at a time. Behind a row's end masked loads give zeros. */
-PAIRS INLINE void pair_tile(const Block *block, int64_t row, int64_t n, const uint16_t *x, int64_t width, int R, int C, int wanted,
-                            float *const *y) {
-    const uint16_t *w[2];
-    __m512 sum[2][COLUMNS][2];
-#pragma GCC unroll 2
-    for (int r = 0; r < R; r++) {
-        w[r] = (const uint16_t *)block->weight + (row + r) * n;
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++) sum[r][c][0] = sum[r][c][1] = _mm512_setzero_ps();
-    }
-    const int64_t even = n / PAIR_STEP * PAIR_STEP, ahead = R == 1 ? AHEAD / 2 : R * n;
-    for (int64_t k = 0; k < even; k += PAIR_STEP)
-#pragma GCC unroll 2
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-            for (int a = 0; a < 2; a++) {
-                const __m512i v = _mm512_loadu_si512(w[r] + k + a * 32);
-                __builtin_prefetch(w[r] + k + a * 32 + ahead);
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++)
-                    sum[r][c][a] = _mm512_dpbf16_ps(sum[r][c][a], (__m512bh)v, (__m512bh)_mm512_loadu_si512(x + c * width + k + a * 32));
-            }
-    if (even < n)
-#pragma GCC unroll 2
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 2
-            for (int a = 0; a < 2; a++) {
-                const int64_t left = n - even - a * 32;
-                const __mmask32 mask = left >= 32 ? ~0u : left > 0 ? (1u << left) - 1 : 0;
-                const __m512i v = _mm512_maskz_loadu_epi16(mask, w[r] + even + a * 32);
-#pragma GCC unroll 4
-                for (int c = 0; c < C; c++)
-                    sum[r][c][a] = _mm512_dpbf16_ps(sum[r][c][a], (__m512bh)v, (__m512bh)_mm512_loadu_si512(x + c * width + even + a * 32));
-            }
-#pragma GCC unroll 2
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int c = 0; c < C; c++)
-            if (c < wanted) y[c][block->out + row + r] = _mm512_reduce_add_ps(_mm512_add_ps(sum[r][c][0], sum[r][c][1]));
+#define AT(NAME) NAME##_v3
+#define TARGET __attribute__((target("arch=x86-64-v3")))
+#define SHAPE 3, 2, 3, 2, 2
+#define INT8_SHAPE 1, 2, 1, 2, 2
+TARGET INLINE Floats both(__m256 low, __m256 high) {
+    Floats v;
+    memcpy(&v, &low, sizeof low);
+    memcpy((char *)&v + sizeof low, &high, sizeof high);
+    return v;
 }
-
-PAIRS static void product_pairs(const Block *block, int64_t first, int64_t last, int64_t n, const void *columns_, int64_t width, int columns,
-                                float *const *y) {
-    const uint16_t *x = columns_;
-    ROWS(pair_tile, )
+TARGET INLINE Floats int8_v3(const int8_t *at) {
+    const __m128i v = _mm_loadu_si128((const __m128i *)at);
+    return both(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))));
 }
+TARGET INLINE Floats f16_v3(const uint16_t *at) {
+    return both(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at + 1)));
+}
+#define FROM_INT8 int8_v3
+#define FROM_F16 f16_v3
+#include "tile.h"
 
-static int has_pairs(void) { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl"); }
-#else
-#define product_pairs product_bf16
-static int has_pairs(void) { return 0; }
+#if HIGHEST >= 4
+#define AT(NAME) NAME##_v4
+#define TARGET __attribute__((target("arch=x86-64-v4")))
+#define SHAPE 3, 8, 4, 4, 4
+#define INT8_SHAPE 2, 4, 2, 4, 4
+TARGET INLINE Floats int8_v4(const int8_t *at) {
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+}
+TARGET INLINE Floats f16_v4(const uint16_t *at) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
+#define FROM_INT8 int8_v4
+#define FROM_F16 f16_v4
+#include "tile.h"
+
 #endif
+#if HIGHEST >= 5
+#include "pairs.h"
+#endif
+#endif
+
+/* ---- Which one ---- */
+
+static int level(void) {
+    int found = 2;
+#if CLONES
+    const int four = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found = 3;
+    if (four) found = __builtin_cpu_supports("avx512bf16") ? 5 : 4;
+#endif
+    return found < HIGHEST ? found : HIGHEST;
+}
+
+static int has_pairs(void) { return level() == 5; }
+
+/* With bfloat16 columns where `dtype` is BF16 and there are pairs, else with float32 columns. */
+static Product *product_of(int64_t dtype) {
+#if CLONES && HIGHEST >= 3
+    static Product *const v3[] = {product_f32_v3, product_bf16_v3, product_f16_v3, product_int8_v3};
+    if (level() == 3) return v3[dtype];
+#endif
+#if CLONES && HIGHEST >= 4
+    static Product *const v4[] = {product_f32_v4, product_bf16_v4, product_f16_v4, product_int8_v4};
+#if HIGHEST >= 5
+    if (dtype == BF16 && has_pairs()) return product_pairs;
+#endif
+    if (level() >= 4) return v4[dtype];
+#endif
+    static Product *const any[] = {product_f32_any, product_bf16_any, product_f16_any, product_int8_any};
+    return any[dtype];
+}
 
 #endif

@@ -17,7 +17,17 @@
 #define CAN_CLONE (__GNUC__ >= 12)
 #endif
 #if defined(__x86_64__) && defined(__GLIBC__) && CAN_CLONE && !defined(__SANITIZE_THREAD__)
+#define CLONES 1
+#else
+#define CLONES 0
+#endif
+#ifndef HIGHEST /* level of processors that code is made for: 2 any, 3 AVX2, 4 AVX-512, 5 with products of bfloat16; lower in tests */
+#define HIGHEST 5
+#endif
+#if CLONES && HIGHEST >= 4
 #define SIMD __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif CLONES && HIGHEST == 3
+#define SIMD __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define SIMD
 #endif

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ..checkpoint.pages import empty
+
 GROUP = 64  # as in kernels/vector.h
 STEPS = 127  # of a scale, in each direction
 
@@ -43,7 +45,8 @@ def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     grouped = padded.view(rows, groups, GROUP)
     scales = grouped.abs().amax(2) / STEPS
     numbers = (grouped / torch.where(scales == 0, 1.0, scales)[..., None]).round().to(torch.int8)
-    return numbers.view(rows, -1)[:, :n].contiguous(), scales
+    kept = empty((rows, n), torch.int8)  # `numbers` is the last of several passing tensors
+    return kept.copy_(numbers.view(rows, -1)[:, :n]), scales
 
 
 @torch.library.custom_op("colrow::dequantized", mutates_args=())

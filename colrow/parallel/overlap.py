@@ -28,7 +28,8 @@ class Deferred:
     """The weight gradients that one f computes: of `layers`. `asked`: all layers that were given its tensor."""
 
     def __init__(self, layers: tuple[nn.Module, ...]) -> None:
-        self.layers = tuple(layer for layer in layers if layer.get_parameter("weight").requires_grad)
+        weights = ((layer, layer._parameters.get("weight")) for layer in layers)  # int8 layers have no such parameter
+        self.layers = tuple(layer for layer, weight in weights if weight is not None and weight.requires_grad)
         self.asked: list[nn.Module] = []
         self._products: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # index of the layer -> its output's gradient, its input
 

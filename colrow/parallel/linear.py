@@ -148,7 +148,8 @@ class RowParallelConv1D(Conv1D):
 def taken(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
     """What a row-parallel layer takes of its input: nothing where it has no features of its own. A rank without heads then has a copy of
     another's, which counts there."""
-    return input if layer.get_parameter("weight").numel() else input[..., :0]
+    weight = layer._parameters.get("weight")  # None: int8 numbers, of which there are some (int8.py)
+    return input if weight is None or weight.numel() else input[..., :0]
 
 
 def _add_up(layer: RowParallelLinear | RowParallelConv1D, partial: torch.Tensor) -> torch.Tensor:

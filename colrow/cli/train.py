@@ -147,11 +147,13 @@ def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, file
     """Runs `train` on the ranks behind `stream` and prints what comes; returns the trace, if one was asked for."""
     terminal, traced = screen.is_terminal, None
     last: Step | None = None
+    begun = False  # never on those ranks of torchrun that have nothing to tell
     for item in stream(train, opening, settings, files, out):
         match item:
             case Stage():
                 screen.show(item.name, item.done, item.total)
             case Begun():
+                begun = True
                 screen.clear()
                 note(f"{'data':12} {item.documents} documents, {item.rows} rows, {item.tokens} tokens; {item.words}")
             case Step():
@@ -171,7 +173,7 @@ def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, file
             case Finished():
                 screen.clear()
                 finish(item, out)
-    if last is None:
+    if begun and last is None:
         note("nothing left to do: the run in this directory is at its end")
     return traced
 

@@ -310,3 +310,15 @@ def test_verify_with_it(tmp_path: Any) -> None:
     assert report.title.endswith("sequence parallel in training")
     with pytest.raises(UserError, match="in training only"):
         verify(model_dir.find(str(tmp_path / "m")), 2, backend="threads", sequence="again", train=False)
+
+
+@pytest.mark.parametrize(("family", "mode"), [("llama-bias", "again"), ("gpt2", "keep"), ("phi", "again")])
+def test_verify_layer_by_layer_with_it(family: str, mode: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit on slices of the sequence, beside the whole one on all of it; norms whose gradients are not summed are seen."""
+    setting(family)[1].save_pretrained(tmp_path / "m")
+    files = model_dir.find(str(tmp_path / "m"))
+    report = verify(files, 3, backend="threads", sequence=mode, stream=True)
+    assert report.equal, report.text()
+    assert "sequence parallel" in report.title
+    monkeypatch.setattr(sequence_probe, "with_partial_gradients", lambda plan, names: plan)
+    assert not verify(files, 3, backend="threads", sequence=mode, stream=True).equal

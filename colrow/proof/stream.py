@@ -36,6 +36,7 @@ from .evidence import Copies, Evidence
 from .exercise import Questions, call
 from .precision import Float64, computing_in, tolerance
 from .reference import SMALL_GRADIENT, digest
+from .sliced import Sliced
 from .trail import plan_cuts, slices
 from .units import Run, WholeUnits, units, widened
 
@@ -64,6 +65,7 @@ class _Pass:
         self.dtype = next(self.model.parameters()).dtype
         self.wide = torch.float32 if self.dtype.itemsize < 4 else torch.float64  # exact enough to say how far self.dtype is from exact
         self.cuts = plan_cuts(self.plan)
+        self.sliced = Sliced(self.model, self.group)
 
     def run(self, asked: Questions) -> Evidence:
         asked = asked.to(self.model)
@@ -138,18 +140,22 @@ class _Pass:
             truth = Run(double, widened(at_once[0], self.wide), widened(at_once[1], self.wide), False).output if at_once else None
             if self.train:
                 exact.backward(gradient.to(self.wide))
-        mine = Run(split, args, kwargs, self.train)
-        if mine.input is not None:
-            self.copies[INPUTS, name, 0] = digest(mine.input)
-        cut = self._activation("outputs", name, whole.output, mine.output, exact.output)
+        if whole.input is not None:
+            self.copies[INPUTS, name, 0] = digest(whole.input)
+        sliced = self.sliced
+        mine = Run(split, *sliced.enter(name, args, kwargs), self.train)
+        entered, left = (self.train and name in names for names in (sliced.inputs, sliced.outputs))
+        cut = self._activation("outputs", name, whole.output, sliced.whole(mine.output, left), exact.output)
         if passed is not None and decoded is not None and truth is not None:
             self._activation("decoding", name, decoded[:, -cached.NEW :], passed.decoded, truth[:, -cached.NEW :])
         if not self.train:
             return
-        mine.backward(self._gradient(name, gradient, cut))
+        mine.backward(sliced.own(gradient) if left else self._gradient(name, gradient, cut))
         state_of(self.model).copies.forget()
+        sliced.forget()
         if whole.input is not None and mine.input is not None and exact.input is not None:
-            self._activation("gradients of inputs", name, whole.input.grad, mine.input.grad, exact.input.grad)
+            found = sliced.whole(mine.input.grad, entered)
+            self._activation("gradients of inputs", name, whole.input.grad, found, exact.input.grad)
         self._parameters(name, whole.gradients, mine.gradients, exact.gradients)
 
     def _weights(self, name: str, whole: nn.Module, split: nn.Module) -> None:

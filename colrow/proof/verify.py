@@ -99,9 +99,8 @@ def verify(
     plan than the derived one. `sequence`: with that mode of sequence parallelism.
     """
     say = progress or (lambda text: None)
-    if sequence != "off" and (stream or not train):
-        works = "neither --stream nor --no-train"
-        raise UserError("sequence parallelism cuts the stream in training only, which this would not compare", works=works)
+    if sequence != "off" and not train:
+        raise UserError("sequence parallelism cuts the stream in training only, which this would not compare", works="no --no-train")
     config = files.config()
     if plan:
         check_made_for(plan, config)

@@ -88,3 +88,11 @@ def test_what_cannot_leave_copies_out_stays_whole_and_says_why() -> None:
     experts = [t for t in plan.tensors.values() if "experts" in t.name]
     assert not any(t.partition.shared() for t in experts if not t.partition.is_whole)
     assert prove(Small(tf.MixtralConfig(**sizes), plan, ())).ok
+
+
+def test_no_rank_is_idle_where_another_axis_is_long_enough() -> None:
+    """Mamba2 with 2 groups of 4 heads on 3 ranks: the heads of each group are dealt out, not the groups."""
+    sizes = {"hidden_size": 32, "expand": 2, "head_dim": 8, "num_heads": 8, "state_size": 8, "num_hidden_layers": 2, "vocab_size": 101}
+    plan = derive(tf.Mamba2Config(**sizes, n_groups=2, pad_token_id=0, bos_token_id=1, eos_token_id=2), 3)
+    rows = plan.tensor("backbone.layers.0.mixer.out_proj.weight").partition
+    assert min(rows.local_size(rank) for rank in range(3)) > 0

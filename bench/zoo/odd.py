@@ -62,6 +62,7 @@ REAL: dict[str, dict[str, Any]] = {
     "qwen3_asr": {"audio_config.output_dim": 2048},
     "qwen3_5": {"vision_config.out_hidden_size": 4096},
     "qwen3_5_moe": {"vision_config.out_hidden_size": 2048},
+    "voxtral": {"audio_token_id": 24},
     "xmod": {"default_language": "en_XX"},
 }
 """What a config class leaves open, or sets so that its parts do not fit together, at the sizes of published models."""

@@ -90,7 +90,8 @@ class _Chooser:
     def run(self) -> Choice:
         possible = [found for c in self._candidates() if (found := self._judge(c))]
         possible = self._drop_lonely_lookups(possible)
-        possible.sort(key=lambda a: (not a.candidate.heads, -a.gain / max(a.cost, 1e-9)))  # heads first: caches shrink with them
+        # heads first: caches shrink with them; what leaves ranks idle only where nothing else was found for the same tensors
+        possible.sort(key=lambda a: (not a.candidate.heads, bool(a.cut.counted), -a.gain / max(a.cost, 1e-9)))
         accepted: list[Accepted] = []
         taken: dict[Node, Accepted] = {}
         for found in possible:

@@ -12,7 +12,8 @@ from typing import Annotated
 import typer
 
 from ..checkpoint.model_dir import find
-from ..engine.settings import check_dtype
+from ..engine.settings import INT8, check_dtype
+from ..errors import UserError
 from ..planning import links, shapes
 from .app_text import chat, run, serve
 from .app_train import export, train
@@ -104,7 +105,7 @@ def verify(
     stream: Annotated[bool, typer.Option("--stream", help="Layer by layer, for a model that fits into no single memory.")] = False,
     train: Annotated[bool, typer.Option("--train/--no-train", help="Also loss, gradients and optimizer steps.")] = True,
     sequence: Annotated[bool, typer.Option("--sp", help="With sequence parallelism in training.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32, float64, bfloat16 or float16; int8: how far its answers are away.")] = "float32",
     backend: Backend = "auto",
     html_file: Annotated[Path | None, typer.Option("--html", help="Write every difference, module by module, as one page.")] = None,
     trust_remote_code: Trust = False,
@@ -116,11 +117,16 @@ def verify(
     shares, given = read_split(split), read_plan(plan_file)
     ranks, files = degree(tp, shares, given), find(model, trust_remote_code)
     check_writable(html_file, "--html proof.html")
+    if check_dtype(dtype, int8=True) == INT8 and (small or stream or sequence or html_file):
+        raise UserError(
+            "int8 is compared with the files' own dtype, on real weights in memory",
+            works="--dtype int8 without --small, --stream, --sp and --html",
+        )
     with ending_at_once():
         from . import verify as command
 
     what = {"small": small, "stream": stream, "train": train, "backend": backend, "sequence": "again" if sequence else "off"}
-    raise typer.Exit(command.show(files, ranks, shares, given, check_dtype(dtype), what, html_file))
+    raise typer.Exit(command.show(files, ranks, shares, given, dtype, what, html_file))
 
 
 def bench(

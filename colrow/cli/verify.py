@@ -10,8 +10,11 @@ from typing import Any
 from ..api import the_dtype
 from ..checkpoint.model_dir import ModelFiles
 from ..comm import launch
+from ..engine.settings import INT8
+from ..planning.derive import check_made_for, derive
 from ..planning.plan import Plan
-from ..proof.verify import verify
+from ..proof import int8
+from ..proof.verify import Task, verify
 from .options import check_room
 from .screen import Screen, say, write
 
@@ -24,6 +27,8 @@ def show(
         check_room(ranks)
     if not what["small"]:
         files.source().close()  # refuses missing and damaged weights before anything is computed
+    if dtype == INT8:
+        return _int8(files, ranks, split, plan, what["backend"])
     with Screen() as screen:
         report = verify(files, ranks, tuple(split) or None, the_dtype(dtype), plan=plan, progress=screen.show, **what)
     say(report.text(color=sys.stdout.isatty()), end="")
@@ -32,3 +37,16 @@ def show(
 
         write(html, page(report), "--html proof.html")
     return report.exit_code
+
+
+def _int8(files: ModelFiles, ranks: int, split: Sequence[float], plan: Plan | None, backend: str) -> int:
+    """What int8 weights cost, beside the files' own dtype."""
+    config = files.config()
+    if plan is not None:
+        check_made_for(plan, config)
+    with Screen() as screen:
+        screen.show(f"{ranks} ranks, then with int8 weights")
+        task = Task(files, config, plan or derive(config, ranks, tuple(split) or None), the_dtype("auto", config))
+        found = int8.compare(files.name, task, backend)
+    say(found.text(), end="")
+    return found.exit_code

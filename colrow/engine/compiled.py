@@ -109,7 +109,7 @@ def _is_light(made: Steps, op: Ran) -> bool:
         raise NotRecorded(f"it writes to a constant ({op.name})")
     made.depends.update((id(x), depends) for x in op.outputs)
     if op.is_view:
-        made.views.update((id(x), op) for x in op.outputs)
+        made.views.update((id(x), op) for x in op.outputs if x is not op.args[0])  # which an op may give back as it is
     return True
 
 

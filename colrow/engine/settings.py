@@ -16,7 +16,7 @@ INT8 = "int8"  # of linear layers' weights alone, for commands that only generat
 def check_dtype(name: str, int8: bool = False) -> str:
     """`name`, if it is that of a dtype that models can be loaded in. "auto" is the files' own. `int8`: whether that will do too."""
     if name == INT8 and not int8:
-        raise UserError("int8 is for commands that generate: run, chat and serve", name, ", ".join(DTYPES))
+        raise UserError("int8 is for run, chat and serve; verify shows its error", name, ", ".join(DTYPES))
     if name not in (*DTYPES, INT8):
         raise UserError("there is no such dtype", name, ", ".join((*DTYPES, *([INT8] if int8 else []))))
     return name

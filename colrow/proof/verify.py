@@ -123,7 +123,7 @@ def verify(
         expected, measured = _whole_answers(task, train, folder)
         whole_seconds = time.perf_counter() - start
         say(f"{ranks} ranks")
-        results: list[Result] = _on_ranks(_rank, task, backend, expected)
+        results: list[Result] = on_ranks(_rank, task, backend, expected)
         comparison = judge([r.evidence for r in results])
         finding = "" if comparison.ok else describe(comparison, lambda: _parting(task, expected, backend))
     notes = _notes(task, results, f"; whole model {whole_seconds:.1f} s", measured)
@@ -137,14 +137,14 @@ def _streamed(title: str, task: Task, train: bool, backend: str) -> Report:
     if next(inputs.examples(empty, 1, 2)).keys() != {inputs.TOKENS}:
         raise UserError("verify --stream compares models of token ids alone", type(empty).__name__, "colrow verify MODEL, or --small")
     asked = questions(empty, steps=0, train=train)
-    results: list[Result] = _on_ranks(_rank_streamed, task, backend, asked)
+    results: list[Result] = on_ranks(_rank_streamed, task, backend, asked)
     comparison = judge([r.evidence for r in results])
     finding = "" if comparison.ok else describe(comparison, lambda: None)
     finer = _finer(task.dtype)
     return Report(f"{title}, layer by layer", comparison, finding, _notes(task, results, "", True, finer), finer)
 
 
-def _on_ranks(fn: Callable[..., Any], task: Task, backend: str, *args: Any) -> list[Any]:
+def on_ranks(fn: Callable[..., Any], task: Task, backend: str, *args: Any) -> list[Any]:
     if backend == "threads":
         return run_threads(fn, task.plan.ranks, task, *args)
     return launch.run(fn, task.plan.ranks, (task, *args), backend)
@@ -212,7 +212,7 @@ def _parting(task: Task, expected: Reference, backend: str) -> trail.Parting | N
     with computing_in(task.dtype), trail.recording(model) as passed:
         tokens = ask(model, asked).tokens
     del model
-    found = _on_ranks(_trail, task, backend, asked, tokens)
+    found = on_ranks(_trail, task, backend, asked, tokens)
     return trail.first_difference(passed, found, task.plan, tolerance(task.dtype, expected.own_error("logits", "logits")))
 
 

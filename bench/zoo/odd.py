@@ -42,10 +42,22 @@ FIELDS: dict[str, dict[str, Any]] = {
     "rwkv": {"attention_hidden_size": 72, "hidden_size": 72},
     "voxtral": {"audio_token_id": 100, "audio_config.intermediate_size": 288},
     "xmod": {"default_language": "en_XX"},
-    "n_mamba_heads": 9,
-    "mamba_headdim": 16,
-    "num_hidden_layers": 4,
-    "hybrid_layer_ids": [1, 3],
+    "zamba": {
+        "attention_hidden_size": 144,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 2,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    },
+    "zamba2": {
+        "attention_hidden_size": 144,
+        "attention_head_dim": 16,
+        "n_mamba_heads": 9,
+        "mamba_headdim": 16,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+    },
 }
 
 REAL: dict[str, dict[str, Any]] = {

@@ -22,11 +22,12 @@ from ..partition import Partition
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """`weight` has the rank's rows, `padding_idx` is the padding row's place among them (None on ranks without it). `num_embeddings` is
-    that of the whole table: which ids there are (Whisper's code makes its positions of it)."""
+    """`weight` has the rank's rows, `padding` is the padding row's place among them (None on ranks without it). `num_embeddings` and
+    `padding_idx` are those of the whole table, of which models' code makes its positions (Whisper, ProphetNet)."""
 
     group: Group
     partition: Partition
+    padding: int | None
     name: str | None  # the call site of g; None: the partial sums are added elsewhere, with others
     deferred: bool = False  # forward leaves partial sums: whoever calls adds its own and then calls add_up (lora.py)
 
@@ -60,7 +61,7 @@ class VocabParallelEmbedding(nn.Embedding):
         local, held = local_ids(ids, self.partition, self.group.rank)
         if len(table) == 0:  # the empty sum keeps the table in the graph, so that all ranks build the same one
             return table.new_zeros(*ids.shape, table.shape[1]) + table.sum()
-        rows = F.embedding(local, table, self.padding_idx, sparse=self.sparse)
+        rows = F.embedding(local, table, self.padding, sparse=self.sparse)
         return rows.masked_fill(~held.unsqueeze(-1), 0)
 
 
@@ -68,7 +69,7 @@ def make_vocab(layer: nn.Embedding, partition: Partition, group: Group, name: st
     """Turns an embedding whose weight is the rank's rows already into a vocabulary-parallel one, in place."""
     padding = layer.padding_idx
     layer.__class__ = _vocab_class(type(layer))  # type: ignore[arg-type]
-    layer.padding_idx = None if padding is None else partition.local_offset(group.rank, padding)
+    layer.padding = None if padding is None else partition.local_offset(group.rank, padding)  # type: ignore[assignment]
     layer.partition, layer.group, layer.name = partition, group, name  # type: ignore[assignment]
 
 

@@ -44,7 +44,7 @@ def install(model: nn.Module, state: State, region: Region) -> None:
     """Follows the head's slices through each forward of `model` that is given labels."""
     assert region.partition is not None
     followers: list[Follow] = []
-    for name in _heads(model, state, region.partition):
+    for name in [region.made] if region.made else _heads(model, state, region.partition):
         model.get_submodule(name).register_forward_hook(lambda _, __, out: followers[-1].begin(out) if followers else None)
 
     def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

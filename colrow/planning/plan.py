@@ -88,6 +88,8 @@ class Region:
     """Whether a gradient of the logits comes here. False: of other outputs only (the last layer of a picture tower that nothing reads)."""
     trained: bool = True
     """Whether a gradient comes here at all. False: what changes its state is made of parameters that the model's code freezes."""
+    made: str = ""
+    """gather: the module at whose output the slices first are what is gathered. "": none but the model itself."""
     steps: bool = True
     """Whether every step of decoding with the cache comes here. False: what changes its state is made of no token (an encoder's input, a
     picture), so it is made once."""

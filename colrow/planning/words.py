@@ -201,7 +201,9 @@ class _Words:
         for b in flow.gathered:
             cut = self.choice.cuts.partition(self.graph.axes.dims[b.value])
             last = Partition((cut.dim or 0) - len(self.graph.axes.dims[b.value]), cut.pieces)  # counted from the end
-            out.append((b, self.region(b, "gather", "every rank makes its own slice; whole for callers", last)))
+            maker = next((self.trace.calls[a.call].module for a in self.graph.leaving[b.value] if a.arg == "0"), "")
+            gather = self.region(b, "gather", "every rank makes its own slice; whole for callers", last)
+            out.append((b, replace(gather, made=maker)))
         out.sort(key=lambda pair: (*self._position(pair[0]), pair[1].name))
         runs: dict[tuple[str, ...], list[Region]] = {}  # one for all runs of a module
         for _, r in out:

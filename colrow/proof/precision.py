@@ -51,6 +51,11 @@ class Float64(TorchFunctionMode):
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        # Masks are filled with the least number of the model's dtype, which in torch's default dtype is no number
+        if func is torch.full and isinstance(kwargs.get("fill_value", args[1] if len(args) > 1 else None), float):
+            kwargs.setdefault("dtype", torch.float64)
+        if func is torch.Tensor.__rsub__ and isinstance(args[1], float) and not args[0].is_floating_point():  # 1.0 - mask
+            args = (args[0].double(), *args[1:])
         return func(*(torch.float64 if a is torch.float32 else a for a in args), **kwargs)
 
 

@@ -12,7 +12,10 @@ ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 KINDS = ["sliding_attention", "full_attention"]
 SHARED: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": KINDS * 2, "num_kv_shared_layers": 2}
 
+STAGES: dict[str, Any] = {"out_features": ["stage2"], "out_indices": [2]}
+
 FIELDS: dict[str, dict[str, Any]] = {
+    "beit": STAGES,
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"n_head": 12, "n_embd": 96, "rotary_dim": 4},  # heads lie in four blocks
     "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": KINDS, "rope_parameters": dict.fromkeys(KINDS, ROPE)},
@@ -25,6 +28,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**MLA, "num_experts_per_tok": 2, "n_routed_experts": 4},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}, "o_groups": 3},
+    "dinov2": STAGES,
     "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": 101, "mask_token_id": 3, "pad_token_id": 0},
@@ -33,14 +37,18 @@ FIELDS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1, "L_bp_cycles": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "led": {"attention_window": 14, "max_encoder_position_embeddings": 64},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
+    "longformer": {"attention_window": 4},
     "mllama": {"vision_config.intermediate_layers_indices": [0], "vision_config.vision_output_dim": 72},
+    "nemo_speechlm": {"head_config.audio_hidden_size": 72},
     "mobilebert": {"true_hidden_size": 72, "intra_bottleneck_size": 72},
     "qwen4_exp_text": {"linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 72},
     "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False},
     "rwkv": {"attention_hidden_size": 72, "hidden_size": 72},
     "voxtral": {"audio_token_id": 100, "audio_config.intermediate_size": 288},
+    "xlstm": {"num_heads": 8, "hidden_size": 64, "embedding_dim": 64, "num_blocks": 2},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 144,

@@ -75,6 +75,10 @@ class Axes:
                 return length(self.dims[value][dim])
         return (expr[0], self._length(expr[1]), self._length(expr[2]))
 
+    def made(self, value: int) -> list[Dim]:
+        """Dims that are known to have nothing in common with others, of the lengths that the code gives."""
+        return [self.factors.fresh(n, symbol=self.length(value, d)) for d, n in enumerate(self.trace.values[value].shape)]
+
     def fresh(self, shape: tuple[int, ...], flagged: bool = False) -> list[Dim]:
         return [self.factors.fresh(n, flagged) for n in shape]
 
@@ -107,6 +111,9 @@ COPIES = ("_to_copy", "clone", "detach", "alias")
 FOLLOWED = ("view", "_unsafe_view", "unsqueeze", "expand", "transpose", "permute")
 """Through which axes are followed in constants too."""
 
+MADE = ("pad", "__getitem__", "narrow", "zeros", "ones", "empty", "full", "new_zeros", "new_ones", "new_empty", "new_full")
+"""Functions that make a size which no input has."""
+
 MISFIT = "its rule does not fit this call"
 """An op in a form that its rule was not written for counts as one without a rule. Tests see to it that none is met in known models."""
 
@@ -136,7 +143,7 @@ def follow(trace: Trace) -> Axes:
     """Give all values of a trace their axes."""
     from . import rules_math, rules_views  # noqa: F401 (they register their rules)
 
-    given = {(use.value, use.dim): use.expr for use in trace.int_uses if use.function in ("pad", "__getitem__", "narrow")}
+    given = {(use.value, use.dim): use.expr for use in trace.int_uses if use.function in MADE}
     axes = Axes(trace, Factors(), [[] for _ in trace.values], [], given)
     for value in trace.values:
         if value.kind != "result":
@@ -199,7 +206,7 @@ def _apply(axes: Axes, op: Op) -> Effect:
             if op.mutates is not None:
                 axes.dims[o] = axes.dims[op.mutates]
             else:
-                axes.dims[o] = axes.fresh(values[o].shape)
+                axes.dims[o] = axes.made(o)
                 if inputs and (torch.Tag.pointwise in op.func.tags or op.name in COPIES):
                     axes.dims[o] = broadcast(axes, inputs, values[o].shape)
                 elif op.name in FOLLOWED:

@@ -39,6 +39,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "led": {"attention_window": 14, "max_encoder_position_embeddings": 64},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]},
+    "llama4": {
+        "vision_config.hidden_size": 72,
+        "vision_config.num_attention_heads": 9,
+        "vision_config.intermediate_size": 288,  # of four patches together
+        "vision_config.projector_input_dim": 24,
+        "vision_config.projector_output_dim": 28,
+        "vision_config.vision_output_dim": 28,
+    },
     "longformer": {"attention_window": 4},
     "mllama": {"vision_config.intermediate_layers_indices": [0], "vision_config.vision_output_dim": 72},
     "nemo_speechlm": {"head_config.audio_hidden_size": 72},

@@ -16,7 +16,7 @@ import torch
 
 from . import entries, lengths
 from .entries import Entries
-from .factors import Dim, Factors, length
+from .factors import Dim, Factors, length, resolve
 from .inputs import DECODED, TOKENS
 from .ints import Expr
 from .lengths import Length
@@ -75,9 +75,12 @@ class Axes:
                 return length(self.dims[value][dim])
         return (expr[0], self._length(expr[1]), self._length(expr[2]))
 
-    def made(self, value: int) -> list[Dim]:
-        """Dims that are known to have nothing in common with others, of the lengths that the code gives."""
-        return [self.factors.fresh(n, symbol=self.length(value, d)) for d, n in enumerate(self.trace.values[value].shape)]
+    def name(self, value: int) -> None:
+        """Give the dims of a value that the code makes the lengths that the code gives them."""
+        for d, dim in enumerate(self.dims[value]):
+            nodes = resolve(dim)
+            if len(nodes) == 1 and not nodes[0].symbol and not nodes[0].segs:
+                nodes[0].symbol = self.length(value, d)
 
     def fresh(self, shape: tuple[int, ...], flagged: bool = False) -> list[Dim]:
         return [self.factors.fresh(n, flagged) for n in shape]
@@ -206,7 +209,7 @@ def _apply(axes: Axes, op: Op) -> Effect:
             if op.mutates is not None:
                 axes.dims[o] = axes.dims[op.mutates]
             else:
-                axes.dims[o] = axes.made(o)
+                axes.dims[o] = axes.fresh(values[o].shape)
                 if inputs and (torch.Tag.pointwise in op.func.tags or op.name in COPIES):
                     axes.dims[o] = broadcast(axes, inputs, values[o].shape)
                 elif op.name in FOLLOWED:
@@ -214,6 +217,7 @@ def _apply(axes: Axes, op: Op) -> Effect:
                 elif op.name == "slice":  # not the axis that is sliced: a piece of a long table would cut what it is used on
                     kept = zip(inputs[0], axes.dims[o], strict=True)
                     axes.dims[o] = [old if _size(old) == _size(new) else new for old, new in kept]
+                axes.name(o)
         return Effect("constant")
     function = RULES.get(op.name)
     if function is None:
@@ -226,6 +230,8 @@ def _apply(axes: Axes, op: Op) -> Effect:
         effect, dims = opaque(axes, op, {}, MISFIT)
     for o, d in zip(outputs, dims, strict=True):
         axes.dims[o] = d
+        if effect.kind == "constant":
+            axes.name(o)
     return effect
 
 

@@ -143,7 +143,7 @@ def split(axes: Axes, op: Op, args: Arguments) -> Result:
 @rule("new_empty", "new_zeros", "new_ones", "new_full", "zeros", "ones", "full", "empty")
 def create(axes: Axes, op: Op, args: Arguments) -> Result:
     """A new tensor of any size: of its input it takes no more than dtype and device."""
-    return Effect("constant"), [axes.made(op.outputs[0])]
+    return Effect("constant"), [axes.fresh(_out_shape(axes, op))]
 
 
 @rule("narrow", "narrow_copy")

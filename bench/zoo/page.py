@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from .odd import BROKEN
+
 Row = dict[str, Any]
 
 HEADER = "| architecture | cut | attention | real sizes | a layer | tp 2 | tp 3 | tp 8 |"
@@ -48,7 +50,7 @@ def page(rows: dict[str, Row], groups: dict[str, str], versions: dict[str, str],
             parts.append(
                 f"## {group.capitalize()}s\n\n{HEADER}\n|{'---|' * HEADER.count(' |')}\n" + "\n".join(line(n, rows[n]) for n in measured)
             )
-    parts += [failures(rows), reasons(rows), more]
+    parts += [failures(rows), broken(rows), reasons(rows), more]
     return "\n\n".join(part.rstrip() for part in parts if part) + "\n"
 
 
@@ -63,7 +65,8 @@ def summary(rows: dict[str, Row], versions: dict[str, str]) -> str:
     }
     proven = f"**{len(rows)} architectures: {len(equal)} equal to the whole model at every degree measured**"
     lines = [
-        f"{proven}, {len(rows) - len(equal)} not proven, each with its reason below.",
+        f"{proven}, {len(_failed(rows, False))} that colrow does not prove, {len(_failed(rows, True))} that do not run as a whole in "
+        "transformers itself, each with its reason below.",
         "",
         "| share | architectures | median | lowest tenth |",
         "|---|---|---|---|",
@@ -95,13 +98,28 @@ def line(name: str, row: Row) -> str:
 
 
 def failures(rows: dict[str, Row]) -> str:
-    found = [(name, text) for name, row in rows.items() if (text := _one_line(_failure(row)))]
+    found = _failed(rows, False)
     if not found:
         return ""
     return (
         "## Not proven\n\nRefused by the gate (such a split is never used), without a tiny config that runs, or not measured yet.\n\n"
         + "\n".join(f"* **{name}**: {text}" for name, text in found)
     )
+
+
+def broken(rows: dict[str, Row]) -> str:
+    """Those of which there is no whole to compare with."""
+    found = _failed(rows, True)
+    if not found:
+        return ""
+    head = "## Do not run as a whole\n\nOf these, transformers itself has no model that runs, decodes and trains in a tiny size."
+    return f"{head}\n\n" + "\n".join(f"* **{name}**: {text}" for name, text in found)
+
+
+def _failed(rows: dict[str, Row], whole: bool) -> list[tuple[str, str]]:
+    """(name, why) of the rows that failed: those of which the whole does not run (odd.BROKEN), or the others."""
+    failed = [(name, _one_line(text)) for name, row in rows.items() if (text := _failure(row))]
+    return [(name, BROKEN.get(name, text)) for name, text in failed if (name in BROKEN) == whole]
 
 
 def reasons(rows: dict[str, Row]) -> str:

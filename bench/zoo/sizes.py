@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from colrow.planning.trace import TraceError, trace
-from colrow.proof.integers import Integers, State, _at, _walk, candidates
+from colrow.proof.integers import Integers, Path, State, _at, _walk, candidates
 from colrow.proof.probe import Shapes, shapes
 
 from .odd import FIELDS
@@ -131,7 +131,7 @@ def _attempt(default: PreTrainedConfig, shape: Shape, fields: dict[str, Any]) ->
         found = shapes(made)
     except Exception as error:  # configs and models refuse sizes with errors of any kind
         return None, _first_line(error)
-    state, found = _smaller(integers, state, found)
+    state, found = _smaller(integers, state, found, {tuple(name.split(".")) for name in fields})
     made = integers.config(state)
     why = runs(made)
     return (None, why) if why else (made, "")
@@ -175,11 +175,11 @@ def _fewer_layers(integers: Integers, state: State) -> State:
     return state
 
 
-def _smaller(integers: Integers, state: State, found: Shapes) -> tuple[State, Shapes]:
-    """Halves what is still large, one field after the other, as long as the same parameters are there."""
+def _smaller(integers: Integers, state: State, found: Shapes, fixed: set[Path]) -> tuple[State, Shapes]:
+    """Halves what is still large and not `fixed`, one field after the other, as long as the same parameters are there."""
     for path in sorted(integers.fields(state), key=lambda p: -integers.value(state, p)):
         n = integers.value(state, path)
-        if n <= LARGE or found.elements <= ENOUGH:
+        if n <= LARGE or path in fixed or found.elements <= ENOUGH:
             continue
         for fewer in candidates(n, 16, 3):
             changed = integers.with_values(state, {path: fewer})

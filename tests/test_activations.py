@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from bench.activations import ALLOWED, WAYS, Case, measured, predicted
 from colrow.comm import launch
 from colrow.comm.group import Group
-from colrow.parallel.saved import Dry, Living
+from colrow.parallel.saved import Living
 from colrow.parallel.sequence import Sequence
+from colrow.parallel.sites import Silent
 from colrow.planning.memory import Recompute, activations_of_layer
 from colrow.planning.sequence import Cut
 
@@ -25,7 +26,7 @@ S, B, H, A = 24, 2, 64, 4
 @pytest.mark.parametrize(("ranks", "sequence"), [(1, False), (2, False), (4, False), (2, True), (4, True)])
 def test_the_papers_block_keeps_what_the_papers_formula_says(ranks: int, sequence: bool, recompute: Recompute) -> None:
     """sbh(34 + 5as/h), sbh(10 + 24/t + 5as/ht), sbh/t(34 + 5as/h); without 5as/h where scores are computed again; 2sbh: to the byte."""
-    group = Group(0, ranks, Dry(0), torch.device("meta"), tuple(range(ranks)))
+    group = Group(0, ranks, Silent(0), torch.device("meta"), tuple(range(ranks)))
     stream = Sequence(group, Cut(frozenset(), "block", "", again=True)) if sequence else None
     block = Block(H, A, group, stream, recompute == "selective")
     whole = torch.empty(B, S, H, dtype=torch.float16, device="meta", requires_grad=True)

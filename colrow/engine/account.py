@@ -1,7 +1,7 @@
 """Account: what a run cost. Memory of each rank, times, tokens per second, collectives counted beside those predicted.
 
 Counted numbers come from comm's counters, predicted ones from planning/cost.py and, for the exchange of candidates, from exchange.py: two
-sources that know nothing of each other. Not here: printing (the command line does).
+sources that know nothing of each other. Not here: printing (the command line does, from these records, without importing torch).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ..comm.collectives import gather_objects
-from ..comm.group import Group
+if TYPE_CHECKING:
+    from ..comm.group import Group
 
 Listener = Callable[[str], None]
 
@@ -79,6 +79,8 @@ class RankMemory:
 
 def memory(model: Any, group: Group) -> list[RankMemory]:
     """Of every rank, on every rank: a collective."""
+    from ..comm.collectives import gather_objects
+
     int8 = (b for name, b in model.named_buffers() if name.endswith((".int8", ".scales")))
     parameters = sum(p.numel() * p.element_size() for p in (*model.parameters(), *int8))
     mine = RankMemory(group.rank, psutil.Process(os.getpid()).memory_info().rss, parameters)

@@ -15,9 +15,10 @@ from colrow.engine.forward import Forward
 from colrow.kernels import prompt
 from colrow.parallel import prompt_attention
 from colrow.parallel.attention import Heads, mapped_attention
-from colrow.parallel.prompt_attention import install
 
 from . import tiny
+from .families import FAMILIES
+from .test_rarer_axes import minimax
 
 
 def module(groups: int = 1, causal: bool = True, **more: Any) -> Any:
@@ -100,8 +101,8 @@ def test_bits_depend_neither_on_threads_nor_on_later_positions(way: str) -> None
 
 def test_maps_of_heads_that_are_not_regular(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(1, 5, 2, 40, 40, 16)
-    config = SimpleNamespace(_attn_implementation="colrow", unsplit=SimpleNamespace(_attn_implementation=prompt_attention.NAME))
-    mapped = module(1, colrow_heads=Heads((0, 0, 0, 1, 1), 2), config=config)
+    config = SimpleNamespace(_attn_implementation="colrow", unsplit=SimpleNamespace(_attn_implementation="sdpa"))
+    mapped = module(1, colrow_heads=Heads((0, 0, 0, 1, 1), 2), config=config, colrow_prompts=True)
     index = torch.tensor([0, 0, 0, 1, 1])
     exact = sdpa_attention_forward(module(), q.double(), k.double()[:, index], v.double()[:, index], None)[0]
     monkeypatch.setattr(prompt_attention, "sdpa_attention_forward", None)
@@ -144,13 +145,27 @@ def test_an_engine_computes_prompts_so(family: str) -> None:
         exact = model.double()(ids).logits[:, -1]
     model = tiny.whole(tiny.config(family), torch.bfloat16, attention="sdpa")
     Engine(model, single())
-    assert model.config.get_text_config()._attn_implementation == prompt_attention.NAME
+    assert model.config.get_text_config()._attn_implementation == "sdpa"
     after = Forward(model)(ids, None, None)[0]
     assert not torch.equal(before, after)  # else the blocks were not asked
     assert (after - exact).abs().max() <= 1.5 * (before - exact).abs().max() + 0.01 * exact.abs().max()
 
 
-def test_eager_and_others_stay_what_they_are() -> None:
+def test_eager_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.whole(tiny.config("llama"), torch.bfloat16, attention="eager")
-    install(model)
-    assert model.config._attn_implementation == "eager"
+    Engine(model, single())
+    monkeypatch.setattr(prompt_attention, "prompt_attention", None)
+    Forward(model)(torch.tensor([[1, 2, 3]]), None, None)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "minimax"])
+def test_an_engine_computes_what_the_model_does_whatever_its_code_makes_of_its_attentions_name(family: str) -> None:
+    """Falcon, for one, has a way of its own for "sdpa" and another for all else, which without a mask sees later tokens."""
+    config = minimax() if family == "minimax" else FAMILIES[family]()
+    model = tiny.whole(config, torch.float32, attention=None)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    ids = torch.tensor([[(7 * at + 1) % 101 for at in range(40)]])
+    before = Forward(model)(ids, None, None)[0]
+    Engine(model, single())
+    assert (Forward(model)(ids, None, None)[0] - before).abs().max() <= 1e-5 * before.abs().max()

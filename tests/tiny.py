@@ -44,7 +44,7 @@ def config(family: str, **changes: Any) -> PreTrainedConfig:
     raise KeyError(family)
 
 
-def whole(cfg: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0, attention: str = "eager") -> PreTrainedModel:
+def whole(cfg: PreTrainedConfig, dtype: torch.dtype = torch.float64, seed: int = 0, attention: str | None = "eager") -> PreTrainedModel:
     """The unsplit model in eval mode with noise everywhere, the same for the same seed whatever the dtype."""
     model = AutoModelForCausalLM.from_config(cfg, attn_implementation=attention, dtype=torch.float32)
     add_noise(model, seed)

@@ -27,10 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from ..errors import UserError
 from ..planning.plan import Attention
-from .prompt_attention import prompt_attention
+from .prompt_attention import sdpa
 
 NAME = "colrow"  # of the attention and the mask function in transformers' registries
-BY_RUNS = (sdpa_attention_forward, prompt_attention)  # functions that hold nothing for each head
+BY_RUNS = (sdpa_attention_forward, sdpa)  # functions that hold nothing for each head
 
 
 class Heads(NamedTuple):

@@ -5,8 +5,10 @@ All heads that share a KV head go together, so K and V are read once for each of
 softmax bfloat16, as in the fused kernel. A causal block is multiplied only with the keys up to its own end. The scores of one block stay in
 the processor's cache.
 
-`install` puts it in place of transformers' sdpa attention, which goes on to do all else: single tokens, other dtypes and devices, training,
-masks that hide a whole row. Not here: which heads a rank has, and maps of heads that are not regular (attention.py).
+transformers' sdpa attention stays what it is called: some families' code asks for that name and does something else under any other
+(Falcon's prompts would see later tokens). What the name stands for is a function that looks whether `install` has marked the module, and
+leaves all else to transformers': single tokens, other dtypes and devices, training, masks that hide a whole row. Not here: which heads a
+rank has, and maps of heads that are not regular (attention.py).
 """
 
 from __future__ import annotations
@@ -16,24 +18,24 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from ..kernels import prompt
 
-NAME = "colrow_prompt"  # in transformers' registries
 SCORES = 1 << 19  # of one block, about: 2 MB of float32
 LEAST, MOST = 32, 128  # queries of a block
 
 
 def install(model: nn.Module) -> None:
-    """Wherever a module would call transformers' sdpa attention, it calls `prompt_attention` from now on."""
-    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
-    configs += [config.unsplit for config in configs if hasattr(config, "unsplit")]
-    before = {id(config): (config, getattr(config, "_attn_implementation", None)) for config in configs}
-    for config, name in before.values():  # outer configs first: they set the inner ones too
-        if name is not None:
-            config._attn_implementation = NAME if name == "sdpa" else name
+    """Wherever a module of the model calls transformers' sdpa attention, `prompt_attention` answers from now on."""
+    for module in model.modules():
+        module.colrow_prompts = True  # type: ignore[assignment]
+
+
+def sdpa(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """What "sdpa" stands for in transformers' registry."""
+    function = prompt_attention if getattr(module, "colrow_prompts", False) else sdpa_attention_forward
+    return function(module, *args, **kwargs)
 
 
 def prompt_attention(
@@ -101,5 +103,4 @@ def _in_blocks(
     return out
 
 
-AttentionInterface.register(NAME, prompt_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)
+AttentionInterface.register("sdpa", sdpa)

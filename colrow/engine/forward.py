@@ -18,6 +18,10 @@ from ..errors import UserError
 from ..partition import Partition
 from ..planning.inputs import CACHES
 
+MISCOUNTS = "colrow_positions"
+"""Of a cache that does not tell how many positions it stands for: their number. Caches ask their first layer, which may be one with a state
+instead of positions (MiniMax); a model that counts by its cache would then take every new token for the first one."""
+
 
 class Forward:
     """`Forward(model)(ids, mask, past)` -> (last logits [rows, columns of this rank], past)."""
@@ -42,8 +46,15 @@ class Forward:
             arguments["attention_mask"] = mask
             if self.takes_positions:
                 arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        before: int | None = getattr(past, MISCOUNTS, None)
+        if before is not None and mask is None and self.takes_positions:
+            arguments["position_ids"] = torch.arange(before, before + ids.shape[1], device=ids.device).expand(len(ids), -1)
         out = self._run(arguments)
-        return (out.logits if every else out.logits[:, -1]), self._past(out)
+        cache = self._past(out)
+        miscounts = past is None and cache is not None and self.takes_positions and _length(cache) != ids.shape[1]
+        if before is not None or miscounts:
+            setattr(cache, MISCOUNTS, (before or 0) + ids.shape[1])
+        return (out.logits if every else out.logits[:, -1]), cache
 
     def at(self, ids: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
         """The last logits [rows, columns] of `ids` [rows, new tokens] at `positions`, said expressly where the model takes them."""
@@ -58,6 +69,14 @@ class Forward:
     @staticmethod
     def _past(out: Any) -> Any:
         return next((found for name in CACHES if (found := getattr(out, name, None)) is not None), None)
+
+
+def _length(cache: Any) -> int | None:
+    """What a cache says of itself."""
+    try:
+        return cache.get_seq_length()
+    except (AttributeError, ValueError):  # one of states alone
+        return None
 
 
 def local_logits(model: Any) -> AbstractContextManager[Any]:

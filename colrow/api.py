@@ -55,7 +55,7 @@ def load(
     group: Group,
     plan: Plan | None = None,
     split: Sequence[float] | None = None,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     gate: bool = True,
     trust_remote_code: bool = False,
     stages: Stages | None = None,
@@ -150,7 +150,9 @@ def parallelize(model: PreTrainedModel, group: Group, plan: Plan | None = None, 
     return cast("PreTrainedModel", build.parallelize(model, chosen, group))
 
 
-def verify(model: str | ModelFiles, tp: int, split: Sequence[float] | None = None, dtype: str = "float32", **options: Any) -> Report:
+def verify(
+    model: str | ModelFiles, tp: int, split: Sequence[float] | None = None, dtype: str | torch.dtype = "float32", **options: Any
+) -> Report:
     """The proof that the split model equals the whole one, with real processes: `print(report.text())`, `report.equal`.
 
     `options` as in proof.verify: backend, small, train, stream, plan, progress, sequence.
@@ -195,10 +197,11 @@ def _find(model: str | ModelFiles, trust_remote_code: bool) -> ModelFiles:
     return find(model, trust_remote_code) if isinstance(model, str) else model
 
 
-def the_dtype(name: str, config: PreTrainedConfig | None = None) -> torch.dtype:
+def the_dtype(name: str | torch.dtype, config: PreTrainedConfig | None = None) -> torch.dtype:
     import torch
 
-    found = (getattr(config, "dtype", None) or torch.float32) if check_dtype(name) == "auto" else getattr(torch, name)
+    known = check_dtype(name)
+    found = (getattr(config, "dtype", None) or torch.float32) if known == "auto" else getattr(torch, known)
     return getattr(torch, found) if isinstance(found, str) else found
 
 

@@ -26,7 +26,7 @@ from . import api
 from .checkpoint.model_dir import ModelFiles, find
 from .comm import launch
 from .comm.ranks import Ranks
-from .engine.prompts import Prompt, encode
+from .engine.prompts import Prompt, check_list, encode
 from .engine.request import Output, Request, TokenLogprob
 from .engine.settings import Sampling, check_dtype
 from .errors import ColrowError, UserError
@@ -112,6 +112,7 @@ class Engine:
     def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Completion]:
         """The answers, in the order of the prompts; settings as in `add`. They run together: none waits for another to end. With a
         temperature, prompt number n draws with seed + n."""
+        check_list(prompts)
         numbers = [self.add(prompt, **_nth(settings, at)) for at, prompt in enumerate(prompts)]
         found = {id: Completion() for id in numbers}
         try:

@@ -136,3 +136,9 @@ def test_spawn_runs_transformers_generate_on_two_processes(model: str) -> None:
     expected = whole.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, do_sample=False, pad_token_id=0)[0].tolist()
     assert colrow.spawn(_spawned, 2, model) == [expected] * 2
     assert Path(model).is_dir()
+
+
+def test_a_dtype_may_be_torchs() -> None:
+    assert api.the_dtype("float64") is api.the_dtype(torch.float64) is torch.float64
+    with pytest.raises(colrow.UserError, match="no such dtype, got int64"):
+        api.the_dtype(torch.int64)

@@ -70,6 +70,8 @@ def test_answers_are_the_whole_models_and_requests_come_and_go(whole: Any, folde
                 engine.generate([wrong])
         with pytest.raises(UserError, match="presence_penalty"):
             engine.generate(["a"], presence_penalty=float("nan"))
+        with pytest.raises(UserError, match="not one text"):
+            engine.generate("Hello")
         assert engine.generate(["Hello"], max_new_tokens=12)[0] == answers[0]
     assert ranks() == []
     with pytest.raises(UserError, match="closed"):

@@ -21,7 +21,7 @@ from ..parallel import prompt_attention
 from .account import Clock
 from .decoder import Decoder
 from .generate import Memory, Step, generate
-from .prompts import Prompt, encode
+from .prompts import Prompt, check_list, encode
 from .settings import Sampling
 from .stopping import Finish, Limits, StopText, context_limit, eos_ids
 from .text import TextStream
@@ -62,6 +62,7 @@ class Engine:
         self.clock = Clock()
 
         def request() -> tuple[list[list[int]], Sampling, Limits]:
+            check_list(prompts)
             ids = [encode(self.tokenizer, prompt, raw) for prompt in prompts]
             limits = Limits(max_new_tokens, self.eos, self.context)
             limits.check_prompts(ids)

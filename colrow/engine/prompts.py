@@ -45,3 +45,9 @@ def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> list[int]:
         raise UserError("the model has no chat template", works="a text prompt, or an instruct model")
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return list(tokenizer(check_text(text), add_special_tokens=False)["input_ids"])  # the template writes its own special tokens
+
+
+def check_list(prompts: object) -> None:
+    """A text is a sequence too, of prompts of one letter each, which nobody means."""
+    if isinstance(prompts, str):
+        raise UserError("a list of prompts is wanted, not one text", repr(prompts[:40]), "[text]")

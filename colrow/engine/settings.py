@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UserError
 
@@ -13,8 +14,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 INT8 = "int8"  # of linear layers' weights alone, for commands that only generate
 
 
-def check_dtype(name: str, int8: bool = False) -> str:
-    """`name`, if it is that of a dtype that models can be loaded in. "auto" is the files' own. `int8`: whether that will do too."""
+def check_dtype(dtype: Any, int8: bool = False) -> str:
+    """The name of a dtype ("float32", torch.float32), if models can be loaded in it. "auto" is the files' own. `int8`: whether that will do
+    too."""
+    name = str(dtype).removeprefix("torch.")
     if name == INT8 and not int8:
         raise UserError("int8 is for run, chat and serve; verify shows its error", name, ", ".join(DTYPES))
     if name not in (*DTYPES, INT8):

@@ -28,4 +28,4 @@ def extension(library):
     )
 
 
-setup(ext_modules=[extension(native.SHM), extension(native.PROGRAM), extension(native.PROMPT)] if sys.platform.startswith("linux") else [])
+setup(ext_modules=[extension(library) for library in native.LIBRARIES] if sys.platform.startswith("linux") else [])

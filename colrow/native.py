@@ -138,3 +138,4 @@ PROGRAM = Library(
     (*(flag for flag in FLAGS if "contract" not in flag), "-ffp-contract=fast", "-pthread", "-Wno-psabi"),
 )
 PROMPT = Library("kernels/_prompt", ("kernels/prompt.c", "kernels/vector.h"), "kq_digest", PROGRAM.flags)
+LIBRARIES = (SHM, PROGRAM, PROMPT)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from colrow import native
-from colrow.native import PROGRAM, SHM, Library, NativeUnavailable, compiler_command
+from colrow.native import LIBRARIES, SHM, Library, NativeUnavailable, compiler_command
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_compiler = pytest.mark.skipif(not compiler_command(), reason="no C compiler")
@@ -47,7 +47,7 @@ def test_the_wheel_holds_the_libraries_and_their_sources(tmp_path: Path) -> None
     """Built by setuptools itself, without pip's isolation, so that no network is needed."""
     pytest.importorskip("setuptools")
     script = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
-    tree, sources = tmp_path / "tree", [f"colrow/{source}" for source in (*SHM.sources, *PROGRAM.sources)]
+    tree, sources = tmp_path / "tree", sorted({f"colrow/{source}" for library in LIBRARIES for source in library.sources})
     for path in ["setup.py", "pyproject.toml", "LICENSE", *sources, "colrow/native.py"]:
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         (tree / path).write_bytes((ROOT / path).read_bytes())
@@ -62,7 +62,7 @@ def test_the_wheel_holds_the_libraries_and_their_sources(tmp_path: Path) -> None
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         assert set(sources) <= set(names)
-        for built in (SHM, PROGRAM):
+        for built in LIBRARIES:
             (library,) = (name for name in names if name.startswith(f"colrow/{built.module}.") and name.endswith(".so"))
             archive.extract(library, tmp_path)
             assert built._open(tmp_path / library, built.digest()) is not None

@@ -11,7 +11,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a .ggu
 Tp = Annotated[int | None, typer.Option("--tp", "--tensor-parallel-size", help="Number of ranks to split over.", show_default="1")]
 Split = Annotated[str | None, typer.Option(help="Unequal ranks: their shares, such as 3,1.")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="A plan written by colrow plan --json; nothing is derived.")]
-Dtype = Annotated[str, typer.Option(help="auto (that of the files; float32 for GGUF), float32, bfloat16, float16, float64.")]
+_DTYPES = "auto (that of the files; float32 for GGUF), float32, bfloat16, float16, float64"
+Dtype = Annotated[str, typer.Option(help=f"{_DTYPES}.")]
+TextDtype = Annotated[str, typer.Option(help=f"{_DTYPES}, or int8: linear layers' weights alone.")]
 Adapter = Annotated[Path | None, typer.Option(help="A LoRA adapter as PEFT writes it, merged into the weights as they are read.")]
 Backend = Annotated[str, typer.Option(help="How ranks are connected: auto, shm, gloo, nccl.")]
 Gate = Annotated[bool, typer.Option("--gate/--no-gate", help="Prove the plan on a small copy before weights are read.")]

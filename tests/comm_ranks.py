@@ -5,6 +5,7 @@ python -m tests.comm_ranks PROGRAM BACKEND      prints the ranks' process number
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import resource
 import signal
@@ -176,6 +177,14 @@ def late(g: Group) -> None:
     if g.rank == 1:
         time.sleep(60)
     collectives.all_reduce(torch.ones(3), g, "late site")
+
+
+KEPT: list[Any] = []
+
+
+def keeps_a_lock(g: Group) -> None:
+    """One of multiprocessing's, which has a name in the system, as tqdm makes at its first bar."""
+    KEPT.append(multiprocessing.RLock())
 
 
 def reads_stdin(g: Group) -> str:

@@ -112,6 +112,14 @@ def test_the_nursery_is_killed() -> None:
 
 
 @pytest.mark.process
+def test_locks_that_a_job_has_made_are_given_back() -> None:
+    """Else multiprocessing's resource tracker warns of them when the program ends."""
+    command = [sys.executable, "-m", "tests.comm_ranks", "keeps_a_lock", "gloo"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.process
 def test_an_import_that_fails_is_told() -> None:
     with (
         pytest.raises(RankError, match=r"rank 0 failed: ModuleNotFoundError: No module named 'no_such'"),

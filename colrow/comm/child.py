@@ -18,8 +18,9 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import util
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import heap
 
@@ -67,9 +68,16 @@ def main(start: Start, port: int, stdin: Connection | None, jobs: Connection, re
     except BaseException as error:  # the parent decides what to make of it
         fail(start, reports, error)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # without interpreter shutdown, in which threads of gloo may abort the process
+        end(code)
+
+
+def end(code: int) -> NoReturn:
+    """Ends this process without interpreter shutdown, in which threads of gloo may abort it. What multiprocessing would have given back
+    there, such as semaphores (tqdm makes one), is given back here: its resource tracker warns of those that are left."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    util._run_finalizers(0)  # type: ignore[attr-defined]  # multiprocessing has no other name for it
+    os._exit(code)
 
 
 def bring(modules: Sequence[str]) -> None:

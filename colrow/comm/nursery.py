@@ -58,9 +58,7 @@ def main(seeds: Sequence[Seed], ended: Connection) -> None:
     except BaseException as error:
         child.fail(seeds[0].start, seeds[0].reports, error)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        child.end(code)
 
 
 @contextmanager

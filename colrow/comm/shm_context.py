@@ -31,6 +31,11 @@ class _Context(ctypes.Structure):
     )
 
 
+def _number(field: str, about: str) -> property:
+    """An attribute that is a number of the C side's."""
+    return property(lambda self: getattr(self._context, field), lambda self, value: setattr(self._context, field, value), doc=about)
+
+
 class _Sites(dict[tuple[str, str], int]):
     """(name, detail) -> the number that the C side gave this call site. Forgets all when full, since details may hold changing shapes."""
 
@@ -38,12 +43,15 @@ class _Sites(dict[tuple[str, str], int]):
         self._library, self._handle = library, handle
 
     def __missing__(self, key: tuple[str, str]) -> int:
-        if len(self) >= _SITES:
-            self.clear()
-            self._library.cr_forget_sites(self._handle)
+        self.make_room(1)
         name, detail = key
         number = self[key] = self._library.cr_site(self._handle, (f"{name} ({detail})" if detail else name).encode())
         return number
+
+    def make_room(self, count: int) -> None:
+        if len(self) + count > _SITES:
+            self.clear()
+            self._library.cr_forget_sites(self._handle)
 
 
 class ShmContext:
@@ -117,9 +125,7 @@ class ShmContext:
 
     def sites(self, keys: Sequence[tuple[str, str]]) -> list[int]:
         """The numbers of call sites (name, detail) for C; they may change when this transport is used for another."""
-        if len(self._sites) + len(keys) > _SITES:
-            self._sites.clear()
-            self._library.cr_forget_sites(self._handle)
+        self._sites.make_room(len(keys))
         return [self._sites[key] for key in keys]
 
     def give_up(self, why: str) -> None:
@@ -135,23 +141,8 @@ class ShmContext:
     def waited(self) -> float:
         return self._context.waited if self._open else self._waited
 
-    @property
-    def deadline(self) -> float:
-        """Seconds that a rank waits for one that is alive but does not come; 0 is for ever."""
-        return self._context.deadline
-
-    @deadline.setter
-    def deadline(self, seconds: float) -> None:
-        self._context.deadline = seconds
-
-    @property
-    def one_shot_limit(self) -> int:
-        """All-reduces of at most so many bytes take one step. Equal on all ranks."""
-        return self._context.one_shot_limit
-
-    @one_shot_limit.setter
-    def one_shot_limit(self, nbytes: int) -> None:
-        self._context.one_shot_limit = nbytes
+    deadline = _number("deadline", "Seconds that a rank waits for one that is alive but does not come; 0 is for ever.")
+    one_shot_limit = _number("one_shot_limit", "All-reduces of at most so many bytes take one step. Equal on all ranks.")
 
     def __str__(self) -> str:
         mib = self.mapping.nbytes / 2**20

@@ -7,15 +7,16 @@ is cut already in the same tensor. What is left out is kept with its reason, for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
 from ..partition import Partition
 from .adjoint import Gradients, backward
+from .covered import count, covered, is_alone
 from .cuts import Cut, CutError, Cuts, cut_axis, cut_blocks, cut_fewer, cut_heads
 from .edits import Uses
-from .factors import Dim, Node, leaves, resolve, size
+from .factors import Node, leaves, resolve, size
 from .flow import Flow, Problem
 from .graph import Border, Graph
 from .lengths import names
@@ -28,10 +29,8 @@ WORTH = 2.0
 WORTH_OF_TABLE = 32.0
 """The same for tables that are looked up once per pass, not once per layer."""
 
-
 EXPERT_UNIT = 16
 """Indices by which an axis of expert weights is cut where it can be: 16 bytes, even where an element has one."""
-
 
 SEQUENCES = frozenset(("S", "E"))
 
@@ -248,12 +247,12 @@ class _Chooser:
             return False
         for v in self.graph.values_with(leaf):
             for dim in self.graph.axes.dims[v]:
-                if leaf in leaves(dim) and not _is_alone(dim, leaf):
+                if leaf in leaves(dim) and not is_alone(dim, leaf):
                     return False
         return True
 
     def _twice(self, leaf: Node) -> bool:
-        return any(_count(self.graph.axes.dims[v], {leaf}) > 1 for v in self.graph.values_with(leaf))
+        return any(count(self.graph.axes.dims[v], {leaf}) > 1 for v in self.graph.values_with(leaf))
 
     def _rival(self, mine: tuple[Node, ...], taken: dict[Node, Accepted]) -> Accepted | None:
         """The accepted cut that meets these leaves in one tensor, other than in different segments of it."""
@@ -262,7 +261,7 @@ class _Chooser:
                 if leaf not in taken:
                     continue
                 other, dims = set(taken[leaf].cut.leaves), self.graph.axes.dims[v]
-                if _count(dims, other | set(mine)) > max(_count(dims, set(mine)), _count(dims, other)):
+                if count(dims, other | set(mine)) > max(count(dims, set(mine)), count(dims, other)):
                     return taken[leaf]
         return None
 
@@ -271,7 +270,7 @@ class _Chooser:
         total = 0.0
         for name in dict.fromkeys(n for leaf in nodes for n in self.graph.parameters_with[leaf]):
             at = self.graph.trace.parameters[name]
-            shares = [_covered(dim, set(nodes)) / size(dim) for dim in self.graph.axes.dims[at] if size(dim)]
+            shares = [covered(dim, set(nodes)) / size(dim) for dim in self.graph.axes.dims[at] if size(dim)]
             total += prod(self.graph.trace.values[at].shape) * max(shares, default=0.0)
         return total
 
@@ -322,34 +321,3 @@ class _Chooser:
             if not trouble:
                 return Choice(self.graph, cuts, flow, gradients, edits, accepted, self.rejected)
             self._reject(accepted.pop().candidate, str(trouble[0]))
-
-
-def _walk(dims: Sequence[Dim], of_leaf: Callable[[Node], int]) -> int:
-    """Sum over the factors of all dims, largest over the segments of a concatenation."""
-    total = 0
-    for dim in dims:
-        for node in resolve(dim):
-            total += max(_walk([[s]], of_leaf) for s in node.segs) if node.segs else of_leaf(node)
-    return total
-
-
-def _count(dims: Sequence[Dim], wanted: set[Node]) -> int:
-    """How many of the leaves one element of a tensor is indexed by."""
-    return _walk(dims, lambda leaf: int(leaf in wanted))
-
-
-def _covered(dim: Dim, wanted: set[Node]) -> int:
-    """How many indices of a dim lie in segments that contain one of the leaves."""
-    nodes = resolve(dim)
-    total = size(nodes)
-    if any(not n.segs and n in wanted for n in nodes):
-        return total
-    parts = [sum(_covered([s], wanted) for s in n.segs) * total // n.size for n in nodes if n.segs]
-    return max(parts, default=0)
-
-
-def _is_alone(dim: Dim, leaf: Node) -> bool:
-    nodes = resolve(dim)
-    if len(nodes) != 1:
-        return leaf not in leaves(dim)
-    return nodes[0] is leaf or all(_is_alone([s], leaf) for s in nodes[0].segs)

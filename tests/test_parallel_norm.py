@@ -27,8 +27,8 @@ from colrow.proof.shrink import Small
 
 from . import tiny
 from .families import EVEN, EXPERTS
+from .small_blocks import H, I, Norm, derived, model_of
 from .splitting import TOLERANCE, decode, logits_off, next_token_loss
-from .test_planning_sums import H, I, Norm, derived, model_of
 
 SIZES: dict[str, Any] = {**tiny.TOKENS, "hidden_size": 64, "intermediate_size": 51, "num_hidden_layers": 2, "max_position_embeddings": 64}
 

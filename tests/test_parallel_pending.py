@@ -28,8 +28,8 @@ from colrow.proof.precision import Float64
 
 from . import tiny
 from .families import EVEN, PLAIN
+from .small_blocks import Feed, Norm, derived, model_of, places
 from .splitting import TOLERANCE, decode, logits_off, next_token_loss
-from .test_planning_sums import Feed, Norm, derived, model_of, places
 
 # by itself
 

@@ -8,81 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
 from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_gradients
 from colrow.partition import Partition
-from colrow.planning.choose import Choice, choose
-from colrow.planning.graph import Graph
-from colrow.planning.plan import Plan
-from colrow.planning.record import record
-from colrow.planning.replay import check
-from colrow.planning.words import plan_of
 
 from . import tiny
-
-H, I, V = 12, 60, 101
-
-
-class Norm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(H))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
-
-
-class Feed(nn.Module):
-    def __init__(self, bias: bool = False) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(H, I, bias=bias), nn.Linear(I, H, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
-class Model(PreTrainedModel):
-    """Embedding, blocks that a subclass makes, norm, head."""
-
-    config_class = PreTrainedConfig
-    main_input_name = "input_ids"
-
-    def __init__(self) -> None:
-        super().__init__(PreTrainedConfig(vocab_size=V))
-        self.embed, self.norm, self.head = nn.Embedding(V, H), Norm(), nn.Linear(H, V, bias=False)
-        self.blocks = nn.ModuleList(self.block() for _ in range(2))
-
-    def block(self) -> nn.Module:
-        raise NotImplementedError
-
-    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return {"logits": self.head(self.norm(x))}
-
-
-def model_of(block: type[nn.Module], device: str) -> Model:
-    cls = type("Tested", (Model,), {"block": lambda self: block()})
-    with torch.device(device):
-        return cls().eval()
-
-
-def derived(block: type[nn.Module], ranks: int = 2, replay: bool = True) -> tuple[Choice, Plan]:
-    """The choice and the plan for a model of two such blocks; the plan is replayed with numbers."""
-    trace = record(model_of(block, "meta"), bypasses=True)
-    choice = choose(Graph(trace), ranks)
-    plan = plan_of(choice, "", ())
-    assert not replay or check(trace, plan).ok
-    return choice, plan
-
-
-def places(plan: Plan, op: str) -> list[str]:
-    return [r.name for r in plan.regions if r.op == op and ".0." in f"{r.module}."]
+from .small_blocks import Feed, H, I, Norm, derived, model_of, places
 
 
 class Serial(nn.Module):
@@ -221,90 +155,10 @@ def test_an_op_without_a_rule_costs_coverage_only() -> None:
     assert any("renorm" in n.text and "no rule" in n.text for n in plan.notes)
 
 
-class Fused(nn.Module):
-    """gate|up in one matrix, cut apart by an int of the module: an edit makes it local."""
-
-    def __init__(self, literal: bool = False) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = Norm(), nn.Linear(H, 2 * I, bias=False), nn.Linear(I, H, bias=False)
-        self.width = I
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(self.norm(x)).split(self.width, -1)
-        return x + self.down(torch.relu(gate) * up)
-
-
-class Literal(Fused):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(self.norm(x)).split(60, -1)
-        return x + self.down(torch.relu(gate) * up)
-
-
-class Chunked(Fused):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(torch.relu(gate) * up)
-
-
-def test_ints_of_modules_become_edits_and_literals_refusals() -> None:
-    _, plan = derived(Fused, ranks=7)
-    assert plan.tensor("blocks.0.up.weight").partition.pieces[0] == ((0, 9), (60, 69))
-    assert {(e.module, e.attribute, e.whole, e.values) for e in plan.edits} == {
-        (f"blocks.{i}", "width", 60, (9, 9, 9, 9, 8, 8, 8)) for i in (0, 1)
-    }
-    _, plan = derived(Literal)
-    assert plan.tensor("blocks.0.up.weight").role == "whole"
-    assert any("uses 60 as a size" in n.text for n in plan.notes)
-    _, plan = derived(Chunked)
-    assert plan.tensor("blocks.0.up.weight").role == "column"
-    assert plan.edits == ()
-
-
-class Ambiguous(Fused):
-    """The same int is the size of a cut axis and of a whole one: no value is right for both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(I))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(self.norm(x)).split(self.width, -1)
-        return x + self.down(torch.relu(gate) * up) + torch.cumsum(self.bias.view(1, 1, self.width), -1).sum()
-
-
-def test_an_int_with_two_meanings_is_refused() -> None:
-    _, plan = derived(Ambiguous)
-    assert plan.tensor("blocks.0.up.weight").role == "whole"
-    assert plan.edits == ()
-
-
 def test_more_ranks_than_features_leave_some_with_nothing() -> None:
     _, plan = derived(Serial, ranks=70, replay=False)
     cut = plan.tensor("blocks.0.mlp.up.weight").partition
     assert [cut.local_size(r) for r in range(70)] == [1] * 60 + [0] * 10
-
-
-class HalfOnly(Fused):
-    """Of two halves of one matrix only the first meets the cut axis: chunk would halve the rank's share in the wrong place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = Norm60()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.up(self.norm(x)).chunk(2, -1)
-        return x + self.down(torch.relu(gate)) + self.other(up).sum(-1, keepdim=True)
-
-
-class Norm60(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x, -1)
-
-
-def test_chunk_of_a_half_cut_axis_is_refused() -> None:
-    _, plan = derived(HalfOnly)
-    assert plan.tensor("blocks.0.up.weight").role == "whole"
-    assert any("chunk" in n.text for n in plan.notes)
 
 
 class Mixed(nn.Module):

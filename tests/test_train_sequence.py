@@ -46,7 +46,7 @@ from colrow.proof.exercise import Questions
 from colrow.proof.precision import Float64
 from colrow.proof.verify import verify
 
-from . import tiny
+from . import families, tiny
 from .splitting import TOLERANCE, decode, next_token_loss
 
 SIZES: dict[str, Any] = {**tiny.GROUPED, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
@@ -300,6 +300,14 @@ def test_the_gate_proves_it(family: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sequence_probe, "with_partial_gradients", lambda plan, names: plan)
     with pytest.raises(gate.GateRefused, match=r"differs from the whole.*(norm|ln_)"):
         gate.gate(config, plan_for(family, 3), cache=False, sequence="again")
+
+
+def test_what_nothing_keeps_is_not_gathered_again() -> None:
+    """Falcon-H1 multiplies what its norm makes by a number for each mixer: the products are kept, what was gathered is not."""
+    config = families.FAMILIES["falcon-h1"]()
+    plan = derive(config, 2)
+    assert [r.name for r in plan.regions if not r.kept] == [f"model.layers.{i}.input_layernorm.output" for i in (0, 1)]
+    assert gate.gate(config, plan, cache=False, sequence="again").comparison.ok
 
 
 def test_verify_with_it(tmp_path: Any) -> None:

@@ -68,8 +68,7 @@ class Region:
     `place` is "input" or "output"; `arg` names the input (a parameter name of the module's forward) or the output ("0" for a tensor or the
     first of a tuple, a field name such as "logits" for a dict). `shape` is the shape of the WHOLE tensor with "B" and "S" for batch and
     sequence length, "E" for that of an encoder with a decoder behind it, and what the model makes of them (lengths.py), so that bytes can
-    be predicted. `dtype` "float32" means that, and
-    "" the model's dtype.
+    be predicted. `dtype` "float32" means that, and "" the model's dtype.
     """
 
     module: str
@@ -88,6 +87,8 @@ class Region:
     """Whether a gradient of the logits comes here. False: of other outputs only (the last layer of a picture tower that nothing reads)."""
     trained: bool = True
     """Whether a gradient comes here at all. False: what changes its state is made of parameters that the model's code freezes."""
+    kept: bool = True
+    """copy: whether what comes behind may keep this very tensor for the backward pass. False: only multiples of it by numbers."""
     made: str = ""
     """gather: the module at whose output the slices first are what is gathered. "": none but the model itself."""
     steps: bool = True

@@ -21,7 +21,7 @@ from .plan import Plan, Region
 class Cut:
     """`regions`: those of the stream. It is cut at the input of `first`, and made whole at the output of `last` ("": a copy does that).
 
-    `again`: what was gathered forward is not kept but gathered once more backward.
+    `again`: what was gathered forward is not kept but gathered once more backward, where anything would keep it.
     """
 
     regions: frozenset[Region]
@@ -87,7 +87,7 @@ def _forward(plan: Plan, at: Cut, stream: Region) -> Iterator[tuple[str, str, Re
 def _backward(plan: Plan, at: Cut, stream: Region) -> Iterator[tuple[str, str, Region]]:
     for region in _own(plan, at):
         yield "all_gather" if region.op == "reduce" else "reduce_scatter", f"{region.name}.grad", region
-        if at.again and region.op == "copy":
+        if at.again and region.op == "copy" and region.kept:
             yield "all_gather", f"{region.name}.again", region
     yield "all_gather", f"{at.first}.input.sequence.grad", stream
 

@@ -193,7 +193,7 @@ class _Words:
         out += [pair for i in flow.means for pair in self.means(i)]
         for borders in self.choice.gradients.copies.values():
             first, *others = sorted(borders, key=lambda b: (*self._position(b), b.arg))
-            made = self.region(first, "copy", self.why_copy(first))
+            made = replace(self.region(first, "copy", self.why_copy(first)), kept=not self._only_multiples(first.value))
             out.append((first, made))
             out.extend((b, replace(self.region(b, "copy", made.reason), shares=made.name)) for b in others)
         for b in flow.sliced.values():
@@ -209,6 +209,11 @@ class _Words:
         for _, r in out:
             runs.setdefault((r.module, r.place, r.arg, r.op), []).append(r)
         return tuple(_of_all(*same) for same in runs.values())
+
+    def _only_multiples(self, value: int) -> bool:
+        """Whether it is used as nothing but a factor of numbers (Falcon-H1's multipliers), of which autograd keeps the numbers alone."""
+        users = [self.graph.op(i) for i in self.graph.consumers[value]]
+        return all(op.name in ("mul", "div") and op.inputs() == [value] for op in users)
 
     def means(self, at: int) -> Iterable[tuple[Border, Region]]:
         """The means over a cut axis that an op takes."""

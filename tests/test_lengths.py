@@ -24,6 +24,9 @@ WINDOW = 4
 
 CASES: dict[str, Callable[[], PreTrainedConfig]] = {
     "padded to windows, and cut off again": lambda: tf.LongformerConfig(**PLAIN, attention_window=[WINDOW] * 2),
+    "padded to windows, where none is missing": lambda: tf.LEDConfig(
+        **TWO_SIDED, attention_window=[2 * WINDOW] * 2, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64
+    ),
     "one module on two lengths": lambda: tf.PegasusXConfig(
         **TWO_SIDED, max_position_embeddings=64, num_global_tokens=5, block_size=12, stagger_local_blocks=False
     ),

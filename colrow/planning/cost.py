@@ -107,6 +107,8 @@ def predict(
         for shape, n in ((region.shape, region.calls), *((shape, 1) for shape in region.further)):
             run = replace(region, shape=_step(shape) if phase == "decode" else shape)
             size, unit = size_of(run, sizes, dtype_bytes)
+            if size == 0:  # padding where none is missing: the model's code leaves the run out
+                continue
             parts, every = _parts(region, size), region.ranks or (tuple(range(plan.ranks)),)
             found += [Predicted(op, name, n, n * size, ranks, parts, unit) for op, name in ops for ranks in every]
     if phase == "train_forward" and loss:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .comm.group import Group
     from .planning.plan import Plan
 
-IMPORTS = ("colrow.host", "colrow.serve.worker", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")
+IMPORTS = ("colrow.host", "colrow.serve.worker", "colrow.proof.gate")  # with all that opening a model imports late
 
 
 @dataclass

@@ -13,7 +13,7 @@ from .job import Opening, Stage
 from .screen import Screen, note
 from .units import nbytes
 
-IMPORTS = ("colrow.cli.serving", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")
+IMPORTS = ("colrow.cli.serving", "colrow.proof.gate")  # with all that opening a model imports late
 
 
 def serve(

@@ -17,7 +17,7 @@ from .job import Account, OnRanks, Opening, Stage, Traced, Wish
 from .options import check_room, check_training_files
 from .screen import Screen, account_lines, note, say, write
 
-IMPORTS = ("colrow.cli.run", "colrow.planning.derive", "colrow.proof.gate", "transformers.models.auto")  # before the first job
+IMPORTS = ("colrow.cli.run", "colrow.proof.gate")  # before the first job: with all that opening a model imports late
 
 Stream = Callable[..., Iterator[Any]]
 """stream(fn, *args): what `fn(group, *args)` yields on rank 0."""

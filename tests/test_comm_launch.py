@@ -112,6 +112,15 @@ def test_the_nursery_is_killed() -> None:
 
 
 @pytest.mark.process
+def test_ranks_end_with_the_nursery_before_the_parent_does_anything() -> None:
+    with Ranks(2) as ranks:
+        found = ranks.run(comm_ranks.about)
+        (nursery,) = ranks_left()
+        os.kill(nursery, signal.SIGKILL)
+        assert all_gone([f["pid"] for f in found])
+
+
+@pytest.mark.process
 def test_locks_that_a_job_has_made_are_given_back() -> None:
     """Else multiprocessing's resource tracker warns of them when the program ends."""
     command = [sys.executable, "-m", "tests.comm_ranks", "keeps_a_lock", "gloo"]

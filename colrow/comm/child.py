@@ -3,11 +3,13 @@
 Only the standard library is imported at the top, so that threads can be settled before torch is loaded.
 
 A rank ends when its parent does, however that ends: a thread reads the pipe from the parent, whose end only the parent holds open, and ends
-the process when it breaks. The pipe carries the jobs too, so that ranks can start, import and connect before the first job is known.
+the process when it breaks. The pipe carries the jobs too, so that ranks can start, import and connect before the first job is known. A
+nursery that is killed takes its ranks along.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
@@ -27,6 +29,7 @@ from . import heap
 if TYPE_CHECKING:
     from .group import Group
 
+PR_SET_PDEATHSIG = 1  # sys/prctl.h
 Job = tuple[Any, tuple[Any, ...], bool]  # fn, args, whether rank 0 hands on what fn yields
 
 
@@ -98,6 +101,7 @@ def _settle(start: Start, stdin: Connection | None, jobs: Connection) -> queue.S
     """Signals, input, cores and threads; starts the thread that watches the parent and returns where it puts the jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    _end_with_the_nursery()
     inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_watch, args=(jobs, inbox), name="parent", daemon=True).start()
     if stdin is not None:
@@ -111,6 +115,11 @@ def _settle(start: Start, stdin: Connection | None, jobs: Connection) -> queue.S
 
     torch.set_num_threads(start.threads)
     return inbox
+
+
+def _end_with_the_nursery() -> None:
+    """Where the nursery dies, which keeps the store, the kernel kills this rank at once: before torch writes pages about the lost store."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch(jobs: Connection, inbox: queue.SimpleQueue[bytes | None]) -> None:

@@ -7,20 +7,18 @@ the kind and the number of KV heads that this rank needs.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import UserError
 from ..partition import Partition
 from ..planning.inputs import CACHES
-
-MISCOUNTS = "colrow_positions"
-"""Of a cache that does not tell how many positions it stands for: their number. Caches ask their first layer, which may be one with a state
-instead of positions (MiniMax); a model that counts by its cache would then take every new token for the first one."""
 
 
 class Forward:
@@ -46,15 +44,8 @@ class Forward:
             arguments["attention_mask"] = mask
             if self.takes_positions:
                 arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        before: int | None = getattr(past, MISCOUNTS, None)
-        if before is not None and mask is None and self.takes_positions:
-            arguments["position_ids"] = torch.arange(before, before + ids.shape[1], device=ids.device).expand(len(ids), -1)
         out = self._run(arguments)
-        cache = self._past(out)
-        miscounts = past is None and cache is not None and self.takes_positions and _length(cache) != ids.shape[1]
-        if before is not None or miscounts:
-            setattr(cache, MISCOUNTS, (before or 0) + ids.shape[1])
-        return (out.logits if every else out.logits[:, -1]), cache
+        return (out.logits if every else out.logits[:, -1]), _counting(self._past(out))
 
     def at(self, ids: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
         """The last logits [rows, columns] of `ids` [rows, new tokens] at `positions`, said expressly where the model takes them."""
@@ -71,12 +62,34 @@ class Forward:
         return next((found for name in CACHES if (found := getattr(out, name, None)) is not None), None)
 
 
-def _length(cache: Any) -> int | None:
-    """What a cache says of itself."""
-    try:
-        return cache.get_seq_length()
-    except (AttributeError, ValueError):  # one of states alone
-        return None
+def _counting(cache: Any) -> Any:
+    """The cache, made to count by a layer that holds positions. A model asks its cache how many came before, for the positions of new tokens
+    and for masks, and the cache asks its first layer, which may be one that stays empty beside a state (MiniMax'): every new token would be
+    taken for the first one."""
+    if isinstance(cache, Cache) and not isinstance(cache, _Counting) and _holder(cache) and isinstance(cache.layers[0], CacheLayerMixin):
+        cache.__class__ = _counting_type(type(cache))
+    return cache
+
+
+def _holder(cache: Cache) -> int:
+    """The first layer that holds positions; 0 where none does."""
+    layers = enumerate(getattr(cache, "layers", ()))
+    return next((at for at, layer in layers if isinstance(layer, CacheLayerMixin) and layer.get_seq_length()), 0)
+
+
+class _Counting(Cache):
+    """Answers for its first layer with one that holds positions."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(layer_idx or _holder(self))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return super().get_mask_sizes(query_length, layer_idx or _holder(self))
+
+
+@functools.cache
+def _counting_type(of: type[Cache]) -> type[Cache]:
+    return type(of.__name__, (_Counting, of), {})
 
 
 def local_logits(model: Any) -> AbstractContextManager[Any]:

@@ -240,6 +240,47 @@ def test_gradients_come_back_through_memory_written_in_place() -> None:
             torch.testing.assert_close(gradients[name], p.grad, rtol=1e-10, atol=1e-10)
 
 
+class Collected(nn.Module):
+    """Rows are added to zeros, as those of experts are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = Feed()
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        rows = y.transpose(0, 1)
+        into = torch.zeros_like(rows)
+        self.fill(into, rows)
+        places = torch.arange(rows.shape[0], device=y.device)
+        into.index_add_(0, places, self.feed(rows))
+        into.index_add_(0, places, self.feed(2 * rows))
+        return into.transpose(0, 1)
+
+    def fill(self, into: torch.Tensor, rows: torch.Tensor) -> None:
+        pass
+
+
+class Filled(Collected):
+    """They are zeros no more when the first rows are added."""
+
+    def fill(self, into: torch.Tensor, rows: torch.Tensor) -> None:
+        into[:, 0] = rows[:, 0]
+
+
+@pytest.mark.parametrize(("collect", "role", "sums"), [(Collected, "row", ["blocks.0.mlp.output"]), (Filled, "whole", [])])
+def test_partial_rows_are_added_to_zeros_only(collect: type[nn.Module], role: str, sums: list[str]) -> None:
+    """What is whole and added to on every rank would count once a rank."""
+
+    class Block(Serial):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = collect()
+
+    _, plan = derived(Block, replay=collect is Collected)  # which cannot follow what is written through a view
+    assert plan.tensor("blocks.0.mlp.feed.down.weight").role == role
+    assert places(plan, "reduce") == sums
+
+
 def test_reasons_name_module_and_op() -> None:
     _, plan = derived(Serial)
     entry: Any = plan.tensor("blocks.0.mlp.up.weight")

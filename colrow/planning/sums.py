@@ -190,10 +190,12 @@ class _Walk:
         return mixed if linear.get(kind, False) else None
 
     def _is_zero(self, value: int) -> bool:
+        """Made as zeros, and nothing written into it since."""
         made = self.graph.producer[value]
-        while made is not None and self.graph.op(made).name in COPIES:
-            made = self.graph.producer[self.graph.inputs[made][0]]
-        return made is not None and self.graph.op(made).name in ZEROS
+        if made is None or self.graph.writers[value]:
+            return False
+        op = self.graph.op(made)
+        return op.name in ZEROS or (op.name in COPIES and self._is_zero(op.inputs()[0]))
 
     def _added(self, op: Op, others: list[int], mixed: bool) -> bool | None:
         """The same for a sum: what it adds that is whole must count once."""

@@ -112,8 +112,8 @@ class _Maker:
             if self.main == TOKENS:
                 yield self._text() | self._decoded()
         else:
-            if "input_features" in self.takes and placed(self.config, "audio") is not None:
-                yield from self._heard()
+            if "input_features" in self.takes and (place := placed(self.config, "audio")) is not None:
+                yield from self._heard(place)
             yield self._text() | self._decoded()
 
     def _ids(self, length: int, size: int | None) -> torch.Tensor:
@@ -155,7 +155,7 @@ class _Maker:
         names = ("mel", "feat_per_channel", "feature_size", "input_dim")
         return list(dict.fromkeys(n for key, n in _ints(self.config) if any(name in key for name in names)))
 
-    def _heard(self) -> Iterator[Example]:
+    def _heard(self, place: int) -> Iterator[Example]:
         """A spectrogram and tokens, with as many places among the tokens as the sound has features. What makes the frames fewer is a
         model's own: strided layers, windows, several taken together."""
         fixed = [2 * n for key, n in _ints(self.config) if key in ("max_source_positions", "n_window")]
@@ -163,14 +163,14 @@ class _Maker:
         for n, m in itertools.product(fixed or [FRAMES], self._bands()):
             masks = {name: torch.ones(self.batch, n, dtype=torch.long) for name in HEARD if name in self.takes}
             for mask, count in itertools.product([masks, {}] if masks else [{}], dict.fromkeys(-(-n // k) for k in fewer)):
-                ids = self._among(count, placed(self.config, "audio"))
+                ids = self._among(count, place)
                 yield {TOKENS: ids, "input_features": self._floats(self.batch, m, n)} | mask
                 yield {TOKENS: ids, "input_features": self._floats(self.batch, n, m)} | mask
 
-    def _among(self, count: int, place: int | None) -> torch.Tensor:
+    def _among(self, count: int, place: int) -> torch.Tensor:
         """Rows of tokens of which `count` are the places of features."""
         ids = self._plain_ids(count + max(self.length - count, 3))
-        ids[:, 2 : 2 + count] = place if place is not None else 1
+        ids[:, 2 : 2 + count] = place
         return ids
 
     def _floats(self, *shape: int) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         content = None if drawn else self._on_cpu(func, ref_args, ref_kwargs)
         try:
             result = func(*args, **kwargs)
-        except RuntimeError as e:  # the result's size depends on numbers (NotImplementedError is one); what cannot be answered is raised
+        except RuntimeError as e:  # (a NotImplementedError too) its size depends on numbers; raised where nothing answers it
             result = self._by_numbers(func, ref_args, ref_kwargs)
             if result is None and func._schema.name == "aten::nonzero":
                 result, content = self._found(args[0])

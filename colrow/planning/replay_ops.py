@@ -178,7 +178,7 @@ def _mix(op: Op, inputs: Inputs, where: str) -> list[Spread]:
         raise ReplayError(f"{where} mixes an axis of which the ranks hold slices ({first.state()})")
     outs = per_rank(op, {i: _filled(s, busy) for i, s in inputs.items()})
     kept = [d for d in range(dims) if d not in mixed]
-    return [_with_box(out, first, kept, mixed) for out in outs]
+    return [_with_box(out, first, kept) for out in outs]
 
 
 def _lacks(x: Spread, rank: int, dims: Iterable[int]) -> bool:
@@ -190,7 +190,7 @@ def _filled(x: Spread, busy: list[int]) -> Spread:
     return Spread(x.shape, tuple(d if r in busy else d.new_zeros(x.shape) for r, d in enumerate(x.data)), x.held, x.partial)
 
 
-def _with_box(out: Spread, source: Spread, kept: list[int], mixed: set[int]) -> Spread:
+def _with_box(out: Spread, source: Spread, kept: list[int]) -> Spread:
     """An output of a mixing op holds along the dims that pass through what its input held."""
     dims = len(source.shape)
     shape, boxes = list(out.shape), [list(h) for h in out.held]
@@ -210,7 +210,7 @@ def _sum(op: Op, inputs: Inputs, where: str) -> Spread:
     partial = any(counted_once([h[d] for h in x.held], x.shape[d], where) for d in spread_dims)
     kept = [d for d in range(len(x.shape)) if d not in dims]
     (out,) = per_rank(op, inputs)
-    out = _with_box(out, x, kept, set(dims))
+    out = _with_box(out, x, kept)
     return as_sum(out, partial or x.partial, where)
 
 

@@ -94,7 +94,7 @@ class _Walk:
         elif summed and effect.kind == "mean":
             self._mean(op, effect.con)
         elif summed:
-            if self._may_sum(op, summed):
+            if self._may_sum(op):
                 flow.sources[op.index] = summed
                 self._set(op, True, mixed=effect.kind == "contract" and len(op.inputs()) > 2)  # with a bias
         elif not held:
@@ -153,7 +153,7 @@ class _Walk:
         else:
             self.flow.means.add(op.index)
 
-    def _may_sum(self, op: Op, summed: frozenset[Node]) -> bool:
+    def _may_sum(self, op: Op) -> bool:
         graph = self.graph
         effect, module = graph.axes.effects[op.index], graph.trace.module_of(op)
         if any(_mixed(dim, self.flow.chosen) for dim in effect.con):

@@ -89,12 +89,12 @@ class _Words:
             why = f"entry: belongs to number {number} of {self.noun(found)}, so it lies where that is"
             return TensorPlan(name, shape, self.choice.cuts.entry(axis, number, shape[0]), "entry", why, aliases=aliases)
         partition = self.choice.cuts.partition(self.graph.axes.dims[at])
-        role = self.role(name, at, partition)
+        role = self.role(name, at)
         if role == "row":
             partition = self.choice.cuts.counted().partition(self.graph.axes.dims[at])
-        return TensorPlan(name, shape, partition, role, self.why_cut(name, role, found), aliases=aliases, path=self.path(found))
+        return TensorPlan(name, shape, partition, role, self.why_cut(role, found), aliases=aliases, path=self.path(found))
 
-    def role(self, name: str, at: int, partition: Partition) -> Role:
+    def role(self, name: str, at: int) -> Role:
         """By what the module does with the cut dim: makes it, sums it away, looks it up."""
         cut = self.choice.flow.chosen & self.graph.leaves[at]
         users = self._users(at)
@@ -129,7 +129,7 @@ class _Words:
             return f"{n[0]} rows"
         return f"{n[0]} output features" if found.flow.gathered else f"{n[0]} features"
 
-    def why_cut(self, name: str, role: Role, found: Accepted) -> str:
+    def why_cut(self, role: Role, found: Accepted) -> str:
         noun = self.noun(found)
         sums = list(found.flow.sources)
         ends = listed(self.trace.module_of(self.graph.op(i)) for i in sums)

@@ -43,7 +43,7 @@ class Int8Error:
     def exit_code(self) -> int:
         return 0 if self.divergence == self.divergence else 1
 
-    def text(self, color: bool = False) -> str:
+    def text(self) -> str:
         cut = f"{self.inside} of {self.weights.layers} layers are cut inside a group of {GROUP}: other numbers of ranks round otherwise"
         lines = (
             ("weights", f"off by {self.weights.error:.2%} (root mean square), {self.weights.layers} layers on rank 0"),

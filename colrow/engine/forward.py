@@ -63,11 +63,12 @@ class Forward:
 
 
 def _counting(cache: Any) -> Any:
-    """The cache, made to count by a layer that holds positions. A model asks its cache how many came before, for the positions of new tokens
-    and for masks, and the cache asks its first layer, which may be one that stays empty beside a state (MiniMax'): every new token would be
+    """The cache, made to count by a layer that holds positions. A model asks its cache how many came before, for new tokens' positions and
+    for masks, and the cache asks its first layer, which may be one that stays empty beside a state (MiniMax'): every new token would be
     taken for the first one."""
     if isinstance(cache, Cache) and not isinstance(cache, _Counting) and _holder(cache) and isinstance(cache.layers[0], CacheLayerMixin):
-        cache.__class__ = _counting_type(type(cache))
+        kind: Any = type(cache)
+        cache.__class__ = _counting_type(kind)
     return cache
 
 
@@ -88,7 +89,7 @@ class _Counting(Cache):
 
 
 @functools.cache
-def _counting_type(of: type[Cache]) -> type[Cache]:
+def _counting_type(of: Any) -> Any:
     return type(of.__name__, (_Counting, of), {})
 
 

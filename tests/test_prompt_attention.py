@@ -124,6 +124,8 @@ def test_all_else_is_the_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (q[:, :, :1], k, v),
         (q.float(), k.float(), v.float()),
         (q.clone().requires_grad_(), k, v),
+        (q, k.clone().requires_grad_(), v),  # of the first layer, where adapters are on keys or values alone
+        (q, k, v.clone().requires_grad_()),
         (q, k, v, blind),
         (q, k, v, torch.zeros(1, 1, 9, 9, dtype=torch.bfloat16)),
         (q[:, :, :5], k, v),  # a static cache that is not full

@@ -56,7 +56,7 @@ def prompt_attention(
         query.shape[2] > 1
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.device.type == "cpu"
-        and not (torch.is_grad_enabled() and query.requires_grad)
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
         and dropout == 0
         and kwargs.get("softcap") is None
         and kwargs.get("position_bias") is None

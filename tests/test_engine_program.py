@@ -134,8 +134,10 @@ def test_a_rows_bits_do_not_depend_on_its_company_nor_on_threads(dtype: torch.dt
     assert torch.equal(found[0], found[1])
 
 
-def test_seventy_rows_in_one_call() -> None:
-    model = whole("llama")
+@pytest.mark.parametrize("family", ["llama", "qwen2-moe"])
+def test_seventy_rows_in_one_call(family: str) -> None:
+    """Experts too: those of rows together are those of each alone."""
+    model = whole(family)
     program = prepared(model, single()).program
     assert program is not None
     _, past = Forward(model)(torch.tensor([PROMPTS[1]]), None, None)
@@ -213,15 +215,6 @@ def test_only_the_experts_that_are_chosen_are_read(family: str, dtype: torch.dty
     assert torch.equal(program.run([0], [Slot(pasts[0])]), clean[0])
     assert len(chosen) > len(first)
     assert bool(torch.cat([program.run([at], [Slot(past)]) for at, past in enumerate(pasts)]).isnan().any())
-
-
-def test_experts_of_rows_together_are_those_of_each_alone() -> None:
-    model = whole("qwen2-moe")
-    program = prepared(model, single()).program
-    assert program is not None
-    _, past = Forward(model)(torch.tensor([PROMPTS[1]]), None, None)
-    together = program.run(list(range(70)), [Slot(past) for _ in range(70)])
-    assert torch.equal(together, torch.cat([program.run([at], [Slot(past)]) for at in range(70)]))
 
 
 def test_a_router_that_chooses_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

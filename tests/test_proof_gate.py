@@ -56,6 +56,12 @@ def test_a_full_sized_config_is_gated_by_a_small_copy():
     assert "num_hidden_layers 12 -> 2" in result.copy
 
 
+def test_a_copy_that_is_not_a_number_proves_nothing():
+    config = tiny.config("llama", rms_norm_eps=float("nan"))
+    with pytest.raises(gate.GateRefused, match="does not run as a whole.*logits is not a number"):
+        gate.gate(config, derive(config, 2), cache=False)
+
+
 def test_passes_are_remembered_for_exactly_this_config_and_plan():
     config = tiny.config("llama")
     plan = derive(config, 2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from colrow.checkpoint.model_dir import ModelFiles
@@ -21,7 +22,7 @@ from colrow.errors import UserError
 from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_parameters
 from colrow.planning.derive import derive
-from colrow.train.data import Row
+from colrow.train.data import Row, window
 from colrow.train.settings import Settings
 from colrow.train.trainer import Evaluation, NotFinite, Resumed, SavedAt, Step, Trainer
 
@@ -91,6 +92,27 @@ def test_a_run_is_the_same_at_any_number_of_ranks_and_when_interrupted(tmp_path:
 def test_recomputation_changes_nothing() -> None:
     plain, again = (run_threads(trained, 2, None, Settings(**vars(SETTINGS) | {"recompute": r, "steps": 3}))[0][1] for r in (False, True))
     assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def test_terms_of_the_loss_are_in_the_steps_and_not_in_the_evaluation() -> None:
+    settings, at = Settings(steps=1, batch=2, accumulate=2, smoothing=0.1, z_loss=0.3), whole(case("gpt2"))
+    model, read = copy.deepcopy(at.model), window(rows(), 0, 4, settings.seed)
+    logits = torch.cat([model(torch.tensor([row.ids])).logits[0, :-1] for row in read])
+    labels = torch.tensor([label for row in read for label in row.ids[1:]])
+    plain = F.cross_entropy(logits, labels).item()
+    expected = F.cross_entropy(logits, labels, label_smoothing=0.1) + 0.3 * logits.logsumexp(-1).square().mean()
+    expected.backward()
+    norm = float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+
+    def task(group: Group) -> tuple[float, float, float]:
+        part = parallelize(copy.deepcopy(at.model), derive(at.config, group.size), group)
+        trainer = Trainer(part, rows(), settings, evaluation=read)
+        evaluation, step = trainer.evaluate(), trainer.one_step()
+        return evaluation.loss, step.loss, step.norm
+
+    for ranks in (1, 2):
+        for found in run_threads(task, ranks):
+            assert found == pytest.approx((plain, expected.item(), norm), abs=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -163,6 +185,8 @@ def test_mistakes_are_one_line(model: Path, tmp_path: Path) -> None:
         (["train", model, "--data", tmp_path / "empty.jsonl", "--out", tmp_path / "o", "--tp", 2], "nothing to learn from"),
         (["train", model, "--data", tmp_path / "d.txt", "--out", tmp_path / "o", "--dp", 9], "9 replicas share the rows of a step"),
         (["train", model, "--data", tmp_path / "d.txt", "--out", tmp_path / "o", "--lr", "0"], "learning rate"),
+        (["train", model, "--data", tmp_path / "d.txt", "--out", tmp_path / "o", "--label-smoothing", 1], "label smoothing must be"),
+        (["train", model, "--data", tmp_path / "d.txt", "--out", tmp_path / "o", "--z-loss", -1], "the z-loss must be"),
         (["export", tmp_path / "full", tmp_path / "o"], "no training checkpoint"),
     ):
         done = colrow(*arguments)

@@ -1,4 +1,4 @@
-"""Programs that tests/test_comm_launch.py and test_comm_gloo.py run in real processes: `fn(group, ...)`, and a parent to be ended.
+"""Programs that tests/test_comm_launch.py, _ends.py and _gloo.py run in real processes: `fn(group, ...)`, and a parent to be ended.
 
 python -m tests.comm_ranks PROGRAM BACKEND      prints the ranks' process numbers, then waits in a collective for ever
 """

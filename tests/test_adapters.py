@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-import functools
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import BertConfig
+from peft import PeftModel
+from safetensors.torch import load_file
 
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
-from colrow.errors import UserError
-from colrow.parallel import adapter_files, experts
+from colrow.parallel import adapter_files
 from colrow.parallel.adapter_files import load_adapter
 from colrow.parallel.adapters import add_adapter, every_linear_layer, merge_adapter
 from colrow.parallel.build import parallelize
@@ -30,90 +25,9 @@ from colrow.planning.derive import derive
 from colrow.proof.precision import Float64
 
 from . import tiny
-from .families import FAMILIES, PLAIN
-from .splitting import TOLERANCE, decode, next_token_loss
-
-PREFIX = "base_model.model."
-EVERY_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-GREEDY_STEPS = 3
-MORE = {"bert": lambda: BertConfig(**PLAIN, is_decoder=True)}
-
-
-def noisy(model: nn.Module) -> nn.Module:
-    """PEFT starts with B = 0, behind which any fault could hide."""
-    draw = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_" in name:
-                p.copy_(0.3 * torch.randn(p.shape, generator=draw, dtype=torch.float64))
-    return model
-
-
-def lora(**options: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "lora_alpha": 7, "target_modules": EVERY_LINEAR, "task_type": "CAUSAL_LM", **options})
-
-
-def observe(model: Any, ids: torch.Tensor, gradients: Any, parameters: Any) -> dict[str, torch.Tensor]:
-    """Logits, cached decoding, gradients, and the adapter after three steps of AdamW, by the names of the split model."""
-    with Float64(), torch.no_grad():
-        found = {"logits": model(ids).logits, "cached": decode(model, ids, GREEDY_STEPS)[0]}
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
-    for step in range(3):
-        with Float64():
-            next_token_loss(model(ids).logits, ids).backward()
-        if step == 0:
-            found |= {f"gradient of {name}": g.clone() for name, g in gradients(model).items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return found | {f"{name} after AdamW": p.clone() for name, p in parameters(model).items() if "lora_" in name}
-
-
-def own(model: nn.Module, gradient: bool) -> dict[str, torch.Tensor]:
-    found = {name: p.grad if gradient else p.detach() for name, p in model.named_parameters()}
-    return {name.removeprefix(PREFIX): value for name, value in found.items() if value is not None}
-
-
-@functools.cache
-def reference(family: str, targets: tuple[str, ...], **options: Any) -> tuple[Any, Any, Any, dict[str, torch.Tensor]]:
-    """(whole model without adapter, PEFT's model, ids, what it shows)."""
-    made = (FAMILIES | MORE).get(family)
-    cfg = made() if made else tiny.config(family, **options)
-    whole = tiny.whole(cfg)
-    experts.choose(whole)
-    ids = tiny.ids(cfg)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft = noisy(get_peft_model(copy.deepcopy(whole), lora(target_modules=list(targets)))).eval()
-    mine = copy.deepcopy(peft)
-    return whole, peft, ids, observe(mine, ids, lambda m: own(m, True), lambda m: own(m, False))
-
-
-def split(whole: nn.Module, ranks: int, task: Any) -> list[Any]:
-    """`task(group, split model)` on every rank."""
-    plan = derive(whole.config, ranks)
-    copies = [copy.deepcopy(whole) for _ in range(ranks)]
-    return run_threads(lambda group: task(group, parallelize(copies[group.rank], plan, group)), ranks)
-
-
-def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> tuple[float, str]:
-    assert a.keys() == b.keys()
-    return max((float((a[name] - b[name]).abs().max()), name) for name in a)
-
-
-def check(family: str, targets: list[str], ranks: int, directory: Path, **options: Any) -> None:
-    """PEFT's adapter, saved by PEFT and loaded onto the split model, does there what it does on the whole one."""
-    whole, peft, ids, expected = reference(family, tuple(targets), **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peft.save_pretrained(directory)
-
-    def task(group: Group, model: Any) -> dict[str, torch.Tensor]:
-        load_adapter(model, directory, trainable=True)
-        return observe(model, ids, whole_gradients, whole_parameters)
-
-    for found in split(whole, ranks, task):
-        worst = largest(expected, found)
-        assert worst[0] <= TOLERANCE, worst
+from .adapting import EVERY_LINEAR, check, largest, lora, observe, reference, split
+from .families import FAMILIES
+from .splitting import TOLERANCE, next_token_loss
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -276,44 +190,6 @@ def test_nothing_more_is_communicated_forward() -> None:
         assert "model.layers.0.self_attn.k_proj.lora_B.default.weight.copies.grad" in names
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "IA3"),
-        (lora(use_dora=True), "use_dora"),
-        (lora(modules_to_save=["lm_head"]), "modules_to_save"),
-        (lora(init_lora_weights="olora"), "olora"),
-        (lora(bias="all"), "bias"),
-        (lora(target_parameters=["mlp.gate_proj.weight"]), "target_parameters"),
-        (lora(target_modules=["no_such_layer"]), "no_such_layer"),
-        (lora(target_modules=["norm"]), "LlamaRMSNorm"),
-    ],
-)
-def test_refused_by_name_with_the_model_unchanged(config: Any, words: str) -> None:
-    whole, _, ids, _ = reference("llama", tuple(EVERY_LINEAR))
-
-    def task(group: Group, model: Any) -> None:
-        names = [name for name, _ in model.named_parameters()]
-        before = model(ids).logits
-        with pytest.raises(UserError, match=words) as e:
-            add_adapter(model, config)
-        assert "\n" not in str(e.value)
-        assert [name for name, p in model.named_parameters() if p.requires_grad] == names
-        assert torch.equal(model(ids).logits, before)
-
-    split(whole, 2, task)
-
-
-def test_experts_are_refused_by_name() -> None:
-    cfg = FAMILIES["mixtral"]()
-
-    def task(group: Group, model: Any) -> None:
-        with pytest.raises(UserError, match="Experts"):
-            add_adapter(model, lora(target_modules=["experts"]))
-
-    split(tiny.whole(cfg, torch.float32), 2, task)
-
-
 def test_every_linear_layer_beside_experts() -> None:
     for family, count in (("mixtral", 8), ("deepseek-v3", 10), ("llama", 14)):
         made = FAMILIES.get(family)
@@ -324,44 +200,3 @@ def test_every_linear_layer_beside_experts() -> None:
             return len(model.colrow.adapters.layers)
 
         assert split(whole, 2, task) == [count, count], family
-
-
-def test_an_adapter_that_peft_added_by_itself_is_refused() -> None:
-    """Its product would be added to each rank's complete sum, and untrained ones differ from rank to rank."""
-    whole, _, ids, _ = reference("llama", tuple(EVERY_LINEAR))
-
-    def task(group: Group, model: Any) -> None:
-        theirs = get_peft_model(model, lora())
-        with torch.no_grad(), pytest.raises(UserError, match=r"colrow\.add_adapter"):
-            theirs(input_ids=ids)
-
-    split(whole, 2, task)
-
-
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
-    whole, peft, _, _ = reference("llama", tuple(EVERY_LINEAR))
-    good = tmp_path / "good"
-    peft.save_pretrained(good)
-    tensors = load_file(good / adapter_files.WEIGHTS)
-    name = next(iter(tensors))
-
-    def changed(path: str, content: dict[str, torch.Tensor]) -> Path:
-        shutil.copytree(good, tmp_path / path)
-        save_file(content, tmp_path / path / adapter_files.WEIGHTS)
-        return tmp_path / path
-
-    rest = {key: value for key, value in tensors.items() if key != name}
-    cases = {
-        "lacks": changed("lacks", rest),
-        "another shape": changed("shape", {**rest, name: torch.zeros(3, 3)}),
-        "no place": changed("more", {**tensors, "base_model.model.another.lora_A.weight": torch.zeros(3)}),
-        "adapter_config.json": tmp_path,
-    }
-
-    def task(group: Group, model: Any) -> None:
-        for words, path in cases.items():
-            with pytest.raises(UserError, match=words):
-                load_adapter(model, path)
-            assert model.colrow.adapters is None
-
-    split(whole, 2, task)

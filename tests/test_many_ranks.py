@@ -15,7 +15,7 @@ from colrow.planning.replay import check
 from colrow.proof.gate import GateRefused, prove
 from colrow.proof.shrink import Small
 
-from . import test_adapters
+from . import adapting
 from .families import SIZES
 from .test_entries import stablelm
 from .tiny import config
@@ -66,7 +66,7 @@ def test_with_the_sequence_cut_too() -> None:
 
 
 def test_with_adapters(tmp_path: Path) -> None:
-    test_adapters.check("llama", test_adapters.EVERY_LINEAR, 5, tmp_path, num_attention_heads=4, num_key_value_heads=2)
+    adapting.check("llama", adapting.EVERY_LINEAR, 5, tmp_path, num_attention_heads=4, num_key_value_heads=2)
 
 
 def test_a_copy_that_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,166 @@
+"""Real processes that fail, are killed or are told to end: one line, every process gone, whoever was the first."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from colrow.comm import launch
+from colrow.comm.ranks import Ranks
+from colrow.errors import RankError, UserError
+
+from . import comm_ranks
+from .processes import ROOT, SECONDS, all_gone, environment, gone, ranks_left, session
+
+
+@pytest.mark.process
+def test_the_nursery_is_killed() -> None:
+    with Ranks(2) as ranks:
+        found = ranks.run(comm_ranks.about)
+        (nursery,) = ranks_left()
+        items = ranks.stream(comm_ranks.steps, (10**9,))
+        assert next(items) == (0, 0)
+        os.kill(nursery, signal.SIGKILL)
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            list(items)
+        assert all_gone([f["pid"] for f in found])
+
+
+@pytest.mark.process
+def test_ranks_end_with_the_nursery_before_the_parent_does_anything() -> None:
+    with Ranks(2) as ranks:
+        found = ranks.run(comm_ranks.about)
+        (nursery,) = ranks_left()
+        os.kill(nursery, signal.SIGKILL)
+        assert all_gone([f["pid"] for f in found])
+
+
+@pytest.mark.process
+def test_an_import_that_fails_is_told() -> None:
+    with (
+        pytest.raises(RankError, match=r"rank 0 failed: ModuleNotFoundError: No module named 'no_such'"),
+        Ranks(2, imports=("no_such",)) as ranks,
+    ):
+        ranks.run(comm_ranks.about)
+    assert not ranks_left()
+
+
+@pytest.mark.process
+def test_a_killed_rank_whose_own_children_live_on(capfd: pytest.CaptureFixture[str]) -> None:
+    """A worker that the rank forked holds all its pipes open; the rank's end is seen all the same."""
+    with pytest.raises(RankError, match="killed by SIGKILL"):
+        launch.spawn(comm_ranks.fails, 2, ("killed beside its child",), "gloo")
+    worker = int(capfd.readouterr().err.removeprefix("pid "))
+    assert not gone(worker), "the end was seen only when the worker had ended"
+    os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("how", "backend", "error", "text"),
+    [
+        ("user", "gloo", UserError, r"no such model, got x; try: demo"),
+        ("user", "auto", UserError, r"no such model, got x; try: demo"),
+        ("bug", "gloo", RankError, r"rank 1 failed: ZeroDivisionError: on purpose"),
+        ("killed", "gloo", RankError, r"rank 1 was killed by SIGKILL.*"),
+        ("killed", "auto", RankError, r"rank 1 was killed by SIGKILL.*"),
+        ("hidden", "gloo", RankError, r"rank 1 was killed by SIGKILL.*"),
+        ("exit", "gloo", RankError, r"rank 1 ended with exit code 3 before it was done"),
+        ("sys.exit", "gloo", RankError, r"rank 1 failed: SystemExit: 4"),
+    ],
+)
+def test_the_first_failure_is_the_message(
+    how: str, backend: str, error: type[Exception], text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        launch.spawn(comm_ranks.fails, 2, (how,), backend)
+    assert re.fullmatch(text, str(caught.value))
+    assert not ranks_left()
+    assert "Traceback" not in capfd.readouterr().err
+    if how == "bug":
+        assert "comm_ranks.py" in str(caught.value.__cause__), "the rank's own traceback is lost"
+
+
+@pytest.mark.process
+def test_a_result_that_cannot_be_sent() -> None:
+    with pytest.raises(RankError, match=r"rank \d failed: .*[Pp]ickle.*|rank \d failed: .*local object.*"):
+        launch.spawn(comm_ranks.unpicklable, 2, backend="gloo")
+    assert not ranks_left()
+
+
+class Program:
+    """`python -m tests.comm_ranks waits`, in a process group of its own, as a terminal starts it."""
+
+    def __init__(self, program: str, backend: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.comm_ranks", program, backend],
+            cwd=ROOT,
+            env=environment(),
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def ranks(self) -> list[int]:
+        """The ranks' process numbers, once both run the program."""
+        assert self.process.stderr is not None
+        lines = [self.process.stderr.readline() for _ in range(2)]
+        assert all(line.startswith("pid ") for line in lines), lines
+        return [int(line.split()[1]) for line in lines]
+
+    def end(self, whom: str, number: signal.Signals) -> tuple[int, str, float]:
+        """Sends the signal to the parent or, as a terminal does, to all: exit code, what was printed since, seconds until the end."""
+        start = time.monotonic()
+        if whom == "all":
+            os.killpg(self.process.pid, number)
+        else:
+            self.process.send_signal(number)
+        try:
+            _, text = self.process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+        return self.process.returncode, text, time.monotonic() - start
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("program", "backend", "whom", "number", "code", "text"),
+    [
+        ("waits", "gloo", "all", signal.SIGINT, 130, "interrupted\n"),
+        ("waits", "auto", "parent", signal.SIGINT, 130, "interrupted\n"),
+        ("waits", "gloo", "parent", signal.SIGTERM, -signal.SIGTERM, ""),
+        ("waits", "auto", "parent", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("computes", "gloo", "all", signal.SIGINT, 130, "interrupted\n"),
+        ("computes", "gloo", "parent", signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_signals_end_everything(program: str, backend: str, whom: str, number: signal.Signals, code: int, text: str) -> None:
+    running = Program(program, backend)
+    ranks = running.ranks()
+    everybody = session(running.process.pid)
+    assert set(ranks) < set(everybody)
+    found, printed, seconds = running.end(whom, number)
+    assert all_gone(everybody)
+    assert (found, printed) == (code, text)
+    assert seconds < SECONDS
+
+
+@pytest.mark.process
+def test_ctrl_c_while_ranks_import() -> None:
+    running = Program("waits", "gloo")
+    everybody: list[int] = []
+    until = time.monotonic() + 60
+    while len(everybody) < 3 and time.monotonic() < until:  # the parent, the nursery, and multiprocessing's resource tracker
+        time.sleep(0.02)
+        everybody = session(running.process.pid)
+    code, printed, _ = running.end("all", signal.SIGINT)
+    assert all_gone(everybody)
+    assert (code, printed) == (130, "interrupted\n")

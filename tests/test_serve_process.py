@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import re
@@ -191,6 +192,24 @@ def test_the_end_of_the_command_while_ranks_import_ends_everything(number: signa
         assert process.returncode == 130
         assert err.splitlines()[-1] == "colrow: interrupted"
     assert gone([p.pid for p in ranks])
+
+
+def test_the_end_of_the_command_while_the_model_is_opened_is_one_line(model: str) -> None:
+    """HTTP answers by then, so the server has the signals."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "colrow", "serve", model, "--tp", "2", "--port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        answer = b""
+        while not answer:
+            assert process.poll() is None
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                answer = connection.recv(100)
+        assert b" 503 " in answer
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "colrow: interrupted\n")
 
 
 def test_a_small_dev_shm_is_large_enough(model: str) -> None:

@@ -87,8 +87,6 @@ def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, l
             started.close(now=lost is not None)
     if lost is not None:
         return getattr(lost, "exit_code", 1), served
-    if not served:
-        note("colrow: interrupted")
     return (0 if served else INTERRUPTED), served
 
 

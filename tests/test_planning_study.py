@@ -55,6 +55,8 @@ def test_a_stretched_plan_is_the_whole_one(family: str, ranks: int) -> None:
 def test_a_wrong_stretch_is_seen() -> None:
     exact = derive(tiny.config("llama"), 2)
     assert not degrees.same(exact, derive(tiny.config("llama", intermediate_size=52), 2))
+    unscored = tuple(replace(r, scored=False) for r in exact.regions)
+    assert not degrees.same(exact, replace(exact, regions=unscored)), "what a backward pass moves is no longer the same"
 
 
 def test_cache_of_llama_70b() -> None:

@@ -62,7 +62,7 @@ def same(one: Plan, other: Plan) -> bool:
 
 def _content(plan: Plan) -> tuple[Any, ...]:
     tensors = {(t.name, t.shape, t.partition, t.role, t.grad) for t in plan.tensors.values()}
-    regions = {(r.module, r.place, r.arg, r.op, r.shape, r.partition, r.ranks, r.dtype) for r in plan.regions}
+    regions = {replace(r, reason="") for r in plan.regions}
     return tensors, regions, {(a.module, a.query, a.kv, a.kv_of) for a in plan.attention}
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import ViTConfig, ViTForImageClassification
 
 from colrow.checkpoint.model_dir import find
+from colrow.errors import UserError
 from colrow.parallel import int8 as quantized
 from colrow.planning.derive import derive
 from colrow.proof import int8
@@ -53,3 +55,10 @@ def test_a_broken_scale_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     found = compared(tiny.whole(tiny.config("llama"), torch.float32), tmp_path, 2)
     assert found.weights.error > 0.4
     assert found.typical > 0.1
+
+
+def test_models_that_go_on_from_no_text_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 51}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=32, patch_size=8))
+    with pytest.raises(UserError, match="verify --dtype int8 needs a model that generates text"):
+        compared(model, tmp_path, 2)

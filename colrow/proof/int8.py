@@ -17,6 +17,7 @@ from ..engine.decoder import Decoder
 from ..engine.generate import generate
 from ..engine.stopping import Limits
 from ..parallel.int8 import GROUP, Quantized, quantize_layers
+from ..planning.models import require_text
 from .verify import Task, on_ranks
 
 ROWS, LENGTH, TOKENS = 4, 32, 16
@@ -57,7 +58,9 @@ class Int8Error:
 
 
 def compare(name: str, task: Task, backend: str = "auto") -> Int8Error:
-    """The answers of `task`'s model, which is loaded in its dtype, with and without int8 weights, on its ranks."""
+    """The answers of `task`'s model, which is loaded in its dtype, with and without int8 weights, on its ranks. UserError where it does not go
+    on from a text by itself."""
+    require_text(task.config, "verify --dtype int8")
     title = f"{name} on {task.plan.ranks} ranks: int8 weights beside {str(task.dtype).removeprefix('torch.')}"
     found: list[Int8Error] = on_ranks(_rank, task, backend, title)
     return found[0]

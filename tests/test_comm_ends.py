@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -164,3 +165,19 @@ def test_ctrl_c_while_ranks_import() -> None:
     code, printed, _ = running.end("all", signal.SIGINT)
     assert all_gone(everybody)
     assert (code, printed) == (130, "interrupted\n")
+
+
+@pytest.mark.process
+def test_the_parent_is_killed_while_the_nursery_imports(tmp_path: Path) -> None:
+    """Whatever it is doing then, and though no rank is there yet to see it."""
+    (tmp_path / "sleeps.py").write_text("import os, time\nos.write(2, b'pid %d\\n' % os.getpid())\ntime.sleep(600)\n")
+    start = "with Ranks(2, imports=('sleeps',)) as ranks:\n        ranks.run(print)\n"
+    (tmp_path / "program.py").write_text(f"from colrow.comm.ranks import Ranks\nif __name__ == '__main__':\n    {start}")
+    command = [sys.executable, tmp_path / "program.py"]
+    with subprocess.Popen(command, env=environment(), start_new_session=True, stderr=subprocess.PIPE, text=True) as parent:
+        assert parent.stderr is not None
+        nursery = int(parent.stderr.readline().removeprefix("pid "))
+        everybody = session(parent.pid)
+        assert nursery in everybody
+        parent.kill()
+        assert all_gone([pid for pid in everybody if pid != parent.pid])

@@ -192,8 +192,8 @@ def resume(saved: Saved, model: nn.Module, parameters: Parameters, optimizer: to
         if states:
             optimizer.state[parameter] = states
     if optimizer is not None:
-        for settings, kept in zip(optimizer.param_groups, saved.state["optimizer"]["groups"], strict=True):
-            settings.update({k: tuple(v) if isinstance(settings.get(k), tuple) else v for k, v in kept.items()})
+        for settings, old in zip(optimizer.param_groups, saved.state["optimizer"]["groups"], strict=True):
+            settings.update({k: tuple(v) if isinstance(settings.get(k), tuple) else v for k, v in old.items()})
     return saved.state["extra"]
 
 

@@ -16,7 +16,8 @@ class Settings:
     """`batch` rows make a micro-batch, `accumulate` of them a step. `epochs` counts where `steps` is None. `length`: tokens of a row.
 
     `warmup` steps rise to `lr`, then `schedule` falls to `lr * final`. `clip` 0: no clipping. `evaluate_every`, `save_every` 0: at the end.
-    `sequence`: see parallel/sequence.py. `lora`: the rank of an adapter that is trained instead of the weights; `lora_alpha` 0: twice that.
+    `dp` replicas share the rows of a step. `smoothing` of labels and `z_loss`: see parallel/loss.py; `sequence`: parallel/sequence.py.
+    `lora`: the rank of an adapter that is trained instead of the weights; `lora_alpha` 0: twice that.
     """
 
     steps: int | None = None

@@ -58,8 +58,8 @@ class Int8Error:
 
 
 def compare(name: str, task: Task, backend: str = "auto") -> Int8Error:
-    """The answers of `task`'s model, which is loaded in its dtype, with and without int8 weights, on its ranks. UserError where it does not go
-    on from a text by itself."""
+    """The answers of `task`'s model, which is loaded in its dtype, with and without int8 weights, on its ranks. UserError where it does not
+    go on from a text by itself."""
     require_text(task.config, "verify --dtype int8")
     title = f"{name} on {task.plan.ranks} ranks: int8 weights beside {str(task.dtype).removeprefix('torch.')}"
     found: list[Int8Error] = on_ranks(_rank, task, backend, title)

@@ -19,7 +19,8 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # malloc.h
 
 def keep() -> None:
     """Does nothing where there is no glibc, or where the user has set its variables."""
-    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+    asked = any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if asked or not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -59,6 +59,7 @@ def attend(
     places = (query.data_ptr(), key.data_ptr(), value.data_ptr(), None if seen is None else seen.data_ptr(), out.data_ptr())
     strides = ((c_int64 * 3)(*x.stride()[:3]) for x in (query, key, value))
     asked = Prompt(*sizes, *places, *strides, (c_int64 * 2)(queries * keys, keys), scale)
+    asked.tensors = query, key, value, seen, out  # of threads that go on where Ctrl-C ends this call
     parts = torch.get_num_threads()
     others = [_threads().submit(found.kq_attend, asked, part, parts) for part in range(1, parts)]
     failed = [found.kq_attend(asked, 0, parts), *(other.result() for other in others)]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from colrow.checkpoint import model_dir, names, safetensors, source
+from colrow.checkpoint import model_dir, names, pages, safetensors, source
 from colrow.errors import UserError
 from colrow.parallel import load
 
@@ -47,6 +47,19 @@ class TestSlices:
         for ranges in [((2, 4),), ((1, 1),), ((2, 3), (0, 1))]:
             with pytest.raises(ValueError, match="do not fit"):
                 files_.read("x", 0, ranges)
+
+
+def test_large_pages_are_asked_for_within_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(pages, "_madvise", lambda: lambda *place: asked.append(place))
+    assert pages.empty((3, pages.PAGE // 5), torch.int8).shape == (3, pages.PAGE // 5)
+    assert not asked
+    large = pages.empty((3, pages.PAGE), torch.int8)
+    ((start, size, _),) = asked
+    assert size >= 2 * pages.PAGE
+    assert start % pages.PAGE == size % pages.PAGE == 0
+    assert large.data_ptr() <= start
+    assert start + size <= large.data_ptr() + large.nbytes
 
 
 class TestIndex:

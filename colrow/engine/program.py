@@ -28,7 +28,7 @@ from .coded import DTYPES, code
 from .compiled import Compiled
 from .slots import Slot
 
-ROWS = 64  # at most in one call of C
+ROWS = 64  # at most in one call of C: ROWS_MAX of kernels/program.c
 
 
 class Program:

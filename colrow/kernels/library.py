@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_void_p
 
 from .. import native
 
@@ -156,5 +156,4 @@ def library() -> ctypes.CDLL:
     found.kp_open.restype = found.kp_payload.restype = c_void_p
     found.kp_close.argtypes = found.kp_payload.argtypes = [c_void_p]
     found.kp_close.restype = None
-    found.kp_digest.restype = c_char_p
     return found

@@ -118,7 +118,6 @@ API int64_t kp_run(Program *p, const Row *rows, int count, int64_t *at, int resu
 /* ---- Its life ---- */
 
 API const char *kp_digest(void) { return COLROW_DIGEST; }
-API int kp_rows(void) { return ROWS_MAX; }
 API char *kp_payload(const Program *p) { return p->payload; }
 
 /* `code` stays the caller's, and stays where it is. NULL without memory. */

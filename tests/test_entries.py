@@ -67,14 +67,27 @@ def test_a_list_that_runs_the_first_norms_on_every_rank_is_seen(monkeypatch: pyt
         prove(Small(stablelm(), derive(stablelm(), 2), ()))
 
 
-def test_one_by_one_with_something_of_all_of_them_is_not_such_an_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each norm gets the mean of all heads besides its own: then an entry is not a matter of its own rank, and heads stay whole."""
+def _with_the_mean(norms: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each norm gets the mean of all heads besides its own: then an entry is not a matter of its own rank."""
+    return torch.cat([norm(one + x.mean(1, keepdim=True)) for norm, one in zip(norms, x.split(1, 1), strict=True)], 1)
+
+
+def _turned(norms: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each norm gets the head of another number."""
+    return torch.cat([norm(one) for norm, one in zip(norms, reversed(x.split(1, 1)), strict=True)], 1)
+
+
+def _read_elsewhere(norms: Any, x: torch.Tensor) -> torch.Tensor:
+    """The first head has a use of its own besides."""
+    pieces = x.split(1, 1)
+    return torch.cat([norm(one) for norm, one in zip(norms, pieces, strict=True)], 1) + pieces[0]
+
+
+@pytest.mark.parametrize("together", [_with_the_mean, _turned, _read_elsewhere])
+def test_one_by_one_with_something_of_all_of_them_is_not_such_an_axis(together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then heads stay whole."""
     cls = type(build(stablelm(), dtype=torch.float32).model.layers[0].self_attn.q_layernorm)
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([norm(one + x.mean(1, keepdim=True)) for norm, one in zip(self.norms, x.split(1, 1), strict=True)], 1)
-
-    monkeypatch.setattr(cls, "forward", forward)
+    monkeypatch.setattr(cls, "forward", lambda self, x: together(self.norms, x))
     plan = derive(stablelm(), 2)
     assert not any(t.role == "entry" for t in plan.tensors.values())
     assert not plan.attention

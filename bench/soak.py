@@ -1,6 +1,6 @@
 """A long run of mixed collectives over shared memory with random sizes, dtypes and pauses, each result checked bit by bit.
 
-    python bench/soak.py --operations 1000000 --ranks 2 3 4 8
+    python -m bench.soak --operations 1000000 --ranks 2 3 4 8
 
 The operations are divided among the given numbers of ranks. All ranks draw the same operations from one seed; every rank computes every
 result itself, adding in rank order in torch. Small slots make the larger payloads go through in many pieces. Exit code 1 at the first

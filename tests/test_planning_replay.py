@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from colrow.partition import Partition, even, whole
+from colrow.planning import replay
 from colrow.planning.plan import Plan, Region, TensorPlan
 from colrow.planning.replay import check
 from colrow.planning.spread import ReplayError
@@ -121,3 +123,18 @@ def test_an_unknown_module_is_named(traces: dict[str, Trace]) -> None:
     lost = Region("model.layers.7.mlp", "output", "0", "reduce", ("B", "S", 72), "planted")
     with pytest.raises(ReplayError, match=r"layers\.7"):
         check(traces["llama"], replace(plan, regions=(*plan.regions, lost)))
+
+
+def test_what_is_no_number_is_not_equal(traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's max() passes over NaN."""
+    plan, start_values = plan_of("llama"), replay._start_values
+
+    def start(t: Trace, draw: torch.Generator) -> dict[int, torch.Tensor]:
+        values = start_values(t, draw)
+        values[t.parameters["model.norm.weight"]].data[0] = float("nan")
+        return values
+
+    monkeypatch.setattr(replay, "_start_values", start)
+    report = check(traces["llama"], plan)
+    assert not report.ok
+    assert report.outputs["logits"] == report.gradients["model.layers.0.mlp.up_proj.weight"] == float("inf")

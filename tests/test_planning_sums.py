@@ -249,15 +249,25 @@ class Collected(nn.Module):
 
     def forward(self, y: torch.Tensor) -> torch.Tensor:
         rows = y.transpose(0, 1)
-        into = torch.zeros_like(rows)
+        into = self.memory(rows)
         self.fill(into, rows)
         places = torch.arange(rows.shape[0], device=y.device)
         into.index_add_(0, places, self.feed(rows))
         into.index_add_(0, places, self.feed(2 * rows))
         return into.transpose(0, 1)
 
+    def memory(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(rows)
+
     def fill(self, into: torch.Tensor, rows: torch.Tensor) -> None:
         pass
+
+
+class OfNothing(Collected):
+    """The zeros are made of no tensor."""
+
+    def memory(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(rows.shape, device=rows.device)
 
 
 class Filled(Collected):
@@ -267,7 +277,10 @@ class Filled(Collected):
         into[:, 0] = rows[:, 0]
 
 
-@pytest.mark.parametrize(("collect", "role", "sums"), [(Collected, "row", ["blocks.0.mlp.output"]), (Filled, "whole", [])])
+@pytest.mark.parametrize(
+    ("collect", "role", "sums"),
+    [(Collected, "row", ["blocks.0.mlp.output"]), (OfNothing, "row", ["blocks.0.mlp.output"]), (Filled, "whole", [])],
+)
 def test_partial_rows_are_added_to_zeros_only(collect: type[nn.Module], role: str, sums: list[str]) -> None:
     """What is whole and added to on every rank would count once a rank."""
 
@@ -276,7 +289,7 @@ def test_partial_rows_are_added_to_zeros_only(collect: type[nn.Module], role: st
             super().__init__()
             self.mlp = collect()
 
-    _, plan = derived(Block, replay=collect is Collected)  # which cannot follow what is written through a view
+    _, plan = derived(Block, replay=collect is not Filled)  # which cannot follow what is written through a view
     assert plan.tensor("blocks.0.mlp.feed.down.weight").role == role
     assert places(plan, "reduce") == sums
 

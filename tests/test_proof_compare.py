@@ -27,7 +27,36 @@ def test_nan_and_infinity_on_one_side_are_never_equal(bad):
     split = torch.tensor([1.0, bad])
     assert not compare.item("logits", "x", whole, split, tolerance=1e9).ok
     assert not compare.item("logits", "x", split, whole, tolerance=1e9).ok
-    assert compare.item("logits", "x", split, split, tolerance=0.0).ok
+
+
+@pytest.mark.parametrize("kind", ["logits", "loss", "decoding", "gradients"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_on_both_sides_proves_nothing(kind, bad):
+    both = torch.tensor([1.0, bad, 2.0])
+    found = compare.item(kind, "x", both, both, tolerance=1e9)
+    assert not found.ok
+    assert found.detail == "the whole model gives 1 of 3 entries that are no finite number"
+    assert found.verdict == "nothing"
+    text = describe(Comparison((found,)), lambda: None)
+    assert "the whole model gives 1 of 3 entries that are no finite number; nothing can be proven beside it" in text
+    alone = compare.item(kind, "x", torch.tensor([1.0, 0.0, 2.0]), both, tolerance=1e9)
+    assert (alone.ok, alone.verdict) == (False, "bug")
+    assert alone.detail == "the split model gives 1 of 3 entries that are no finite number"
+
+
+def test_scores_that_are_ruled_out_are_compared_by_their_places():
+    out = -math.inf
+    whole = torch.tensor([1.0, out, 2.0])
+    assert compare.item("logits", "x", whole, whole, tolerance=0.0).ok
+    assert not compare.item("logits", "x", whole, torch.tensor([1.0, out, 2.5]), tolerance=1e-3).ok, "what is left is compared"
+    assert not compare.item("logits", "x", whole, torch.tensor([out, 1.0, 2.0]), tolerance=1e9).ok
+    assert not compare.item("gradients", "x", whole, whole, tolerance=1e9).ok, "no gradient is ruled out"
+    assert not compare.item("logits", "x", torch.full((3,), out), torch.full((3,), out), tolerance=1e9).ok, "nothing is left"
+
+
+def test_a_tolerance_without_bound_passes_nothing():
+    assert not Item("gradients", "w", 0.0, math.inf).ok
+    assert not Item("gradients", "w", math.inf, math.inf).ok
 
 
 def test_shapes_must_be_equal():

@@ -9,7 +9,8 @@ import pytest
 from transformers import OPTConfig
 
 from colrow.planning.derive import derive
-from colrow.proof import gate, gate_cache
+from colrow.proof import exercise, gate, gate_cache
+from colrow.proof.reference import reference
 
 from . import tiny
 
@@ -58,8 +59,43 @@ def test_a_full_sized_config_is_gated_by_a_small_copy():
 
 def test_a_copy_that_is_not_a_number_proves_nothing():
     config = tiny.config("llama", rms_norm_eps=float("nan"))
-    with pytest.raises(gate.GateRefused, match="does not run as a whole.*logits is not a number"):
+    with pytest.raises(gate.GateRefused, match="does not run as a whole.*logits: the whole model gives 2626 of 2626 entries"):
         gate.gate(config, derive(config, 2), cache=False)
+
+
+def no_number(which):
+    """Of both models alike: an answer that is NaN while those before it are right."""
+
+    def call(model, inputs, **more):
+        out = exercise_call(model, inputs, **more)
+        if which == "loss" and "labels" in more:
+            out.loss = out.loss + float("nan")
+        elif which == "gradients" and "labels" in more:
+            out.loss.register_hook(lambda g: g * float("nan"))
+        elif which == "decoding" and more.get("use_cache"):
+            out.logits = out.logits * float("nan")
+        return out
+
+    return call
+
+
+exercise_call = exercise.call
+NAMED = {"loss": "the loss", "gradients": "the gradient of model.embed_tokens.weight", "decoding": "cached decoding"}
+
+
+@pytest.mark.parametrize("which", NAMED)
+def test_nan_on_both_sides_is_refused(which, monkeypatch):
+    """By the whole model's own answers, and, were those not looked at, where the two are compared."""
+    config = tiny.config("llama")
+    plan = derive(config, 2)
+    monkeypatch.setattr(exercise, "call", no_number(which))
+    with pytest.raises(gate.GateRefused, match=rf"does not run as a whole.*{NAMED[which]}: the whole model gives .* no finite number"):
+        gate.gate(config, plan, cache=False)
+    if which == "gradients":
+        return  # no optimizer takes a step with them
+    monkeypatch.setattr(gate, "reference", lambda *asked: replace(reference(*asked), unfit=""))
+    with pytest.raises(gate.GateRefused, match=r"differs from the whole.* the whole model gives .*nothing can be proven beside it"):
+        gate.gate(config, plan, cache=False)
 
 
 def test_passes_are_remembered_for_exactly_this_config_and_plan():

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, MambaConfig
 from transformers.cache_utils import DynamicLayer
 
 from colrow.checkpoint import model_dir
+from colrow.errors import UserError
 from colrow.planning.derive import derive
 from colrow.proof import trail, verify, whole
 from colrow.proof.exercise import ask, questions
@@ -147,6 +148,26 @@ def test_layer_by_layer_sees_a_wrong_cache(tmp_path, monkeypatch):
     report = verify.verify(saved(tmp_path), 2, stream=True, train=False, backend="threads")
     assert report.exit_code == 1
     assert report.finding.startswith("first in model.layers.0, the decoding")
+
+
+def with_nan(folder):
+    """A model of which one weight of the second layer is NaN."""
+    model = tiny.whole(tiny.config("llama"), torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[5, 5] = float("nan")
+    model.save_pretrained(folder)
+    return model_dir.find(str(folder))
+
+
+def test_nothing_is_proven_beside_nan(tmp_path):
+    files = with_nan(tmp_path)
+    with pytest.raises(UserError, match="nothing can be proven .* logits: the whole model gives .* entries that are no finite number; try"):
+        verify.verify(files, 2, backend="threads")
+    report = verify.verify(files, 2, stream=True, backend="threads")
+    assert report.exit_code == 1
+    words = "first in model.layers.1, the outputs: the whole model gives"
+    assert report.finding.startswith(words), report.finding
+    assert report.finding.endswith("nothing can be proven beside it")
 
 
 def test_wide_units_hold_one_parameter_at_a_time(tmp_path):

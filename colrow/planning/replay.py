@@ -8,6 +8,7 @@ need what its rank lacks, or that takes a partial sum for a value, is named. Mea
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,8 @@ VANISHING = 1e-4  # gradients that are 0 but for rounding (a key's bias, before 
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """Largest differences from the whole model, as shares of the largest value: outputs by name, gradients by parameter."""
+    """Largest differences from the whole model, as shares of the largest value: outputs by name, gradients by parameter. Infinite where
+    one of the two is no number, or both are."""
 
     outputs: dict[str, float]
     gradients: dict[str, float]
@@ -132,6 +134,9 @@ def _run_ranks(
             if op.mutates is not None:
                 values.update((w, everywhere(whole[w], plan.ranks)) for w in memory.targets(op))
             continue
+        if not ids:  # memory for what the code writes into it
+            values[op.outputs[0]] = everywhere(call(op, {}), plan.ranks)
+            continue
         seen = {i: borders.seen(i, op.index, values) for i in ids}
         outs = (replay_means.run if op.index in borders.means else run)(op, seen, t.where(op))
         for o, out in zip([o for o in op.outputs if o >= 0], outs, strict=True):
@@ -164,12 +169,13 @@ def _gradients(
     torch.autograd.backward(losses)
     out = {}
     grads = {name: start[i].grad for name, i in t.parameters.items()}
-    floor = VANISHING * max((g.abs().max().item() for g in grads.values() if g is not None), default=1.0)
+    floor = VANISHING * max((_largest(g) for g in grads.values() if g is not None), default=1.0)
     for name, i in t.parameters.items():
         grad = grads[name]
         expected = torch.zeros_like(start[i]) if grad is None else grad
         found = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters[name]]
-        out[name] = _gradient_difference(plan, name, found, expected) / max(expected.abs().max().item(), floor)
+        far = _gradient_difference(plan, name, found, expected)
+        out[name] = far / max(_largest(expected), floor) if far < math.inf else far
     return out
 
 
@@ -179,16 +185,23 @@ def _gradient_difference(plan: Plan, name: str, found: list[torch.Tensor], expec
     if entry.partition.is_whole:
         if entry.grad == "partial":
             found = [torch.stack(found).sum(0)]
-        return max((g - expected).abs().max().item() for g in found)
+        return max(_largest(g - expected) for g in found)
     dim = entry.partition.dim or 0
     worst = 0.0
     for segment in entry.partition.segments():
         length = segment.stop - segment.start
         parts = [found[r].narrow(dim, entry.partition.local_offset(r, segment.start) or 0, length) for r in segment.ranks]
         total = torch.stack(parts).sum(0)
-        worst = max(worst, (total - expected.narrow(dim, segment.start, length)).abs().max().item())
+        worst = max(worst, _largest(total - expected.narrow(dim, segment.start, length)))
     return worst
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return ((one - other).abs().max() / other.abs().max().clamp(min=1e-30)).item()
+    far = _largest(one - other)
+    return far / max(_largest(other), 1e-30) if far < math.inf else far
+
+
+def _largest(x: torch.Tensor) -> float:
+    """Infinite where one is NaN: max() of Python would lose it."""
+    size = x.abs().max().item()
+    return math.inf if math.isnan(size) else size

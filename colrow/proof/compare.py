@@ -33,13 +33,16 @@ class Item:
 
     @property
     def ok(self) -> bool:
-        return self.difference <= self.tolerance  # False for NaN
+        return self.difference <= self.tolerance < math.inf  # False for NaN
 
     @property
     def verdict(self) -> str:
-        """ "equal", "rounding" or "bug": beyond the tolerance, but of the size that the whole model's own rounding has, or not."""
+        """ "equal", "rounding" or "bug": beyond the tolerance, but of the size that the whole model's own rounding has, or not; "nothing"
+        where the whole model's side has no numbers, so that nothing can be said."""
         if self.ok:
             return "equal"
+        if self.detail.startswith(NO_NUMBERS):
+            return "nothing"
         if self.own_error and self.difference <= SUSPICION * self.own_error:
             return "rounding"
         return "bug"
@@ -80,7 +83,8 @@ def _excess(item: Item) -> float:
 def difference(whole: torch.Tensor, split: torch.Tensor, scale: float | None = None) -> tuple[float, float]:
     """(largest difference relative to the scale, scale). The scale is the largest element of `whole`, and at least `scale`.
 
-    Infinite where shapes differ, and where one of the two has a NaN or an infinity that the other has not.
+    Infinite where shapes differ, and where one of the two has a NaN or an infinity that the other has not. Where both have the same there
+    is no distance between them; whether that says anything is not asked here (`unfit`).
     """
     if whole.shape != split.shape:
         return math.inf, 1.0
@@ -111,10 +115,34 @@ def item(
     scale: float | None = None,
 ) -> Item:
     """Compares two tensors. `scale` is a lower bound for the scale, for tensors whose right value is zero (the gradient of a key's
-    bias)."""
+    bias). What is no number on either side is refused, also where it is none on both (`unfit`)."""
     far, size = difference(whole, split, scale)
-    detail = "" if whole.shape == split.shape else f"shape {tuple(split.shape)} instead of {tuple(whole.shape)}"
-    return Item(kind, name, far, tolerance, size, own_error, detail)
+    if whole.shape != split.shape:
+        return Item(kind, name, far, tolerance, size, own_error, f"shape {tuple(split.shape)} instead of {tuple(whole.shape)}")
+    if said := unfit(whole, split, masked=kind in MASKED):
+        return Item(kind, name, math.inf, tolerance, size, own_error, said)
+    return Item(kind, name, far, tolerance, size, own_error)
+
+
+NO_NUMBERS = "the whole model gives"
+MASKED = ("logits", "outputs", "decoding")  # what a model may rule out by -inf
+
+
+def unfit(whole: torch.Tensor, split: torch.Tensor | None = None, masked: bool = False) -> str:
+    """In words, what of a result is no number; "" where it can be compared. Equal NaN or infinities prove nothing: whatever went wrong
+    before them is hidden. `masked`: -inf stands for what is ruled out, and is compared by its places, where something finite is left."""
+    bad = [_strange(x.detach(), masked) for x in (whole, split) if x is not None]
+    for side, found in zip((NO_NUMBERS, "the split model gives"), bad, strict=False):
+        if found.any():
+            return f"{side} {int(found.sum())} of {found.numel()} entries that are no finite number"
+    return ""
+
+
+def _strange(x: torch.Tensor, masked: bool) -> torch.Tensor:
+    """Entries that are NaN or infinite; -inf counts only where `masked` is not set, or nothing else is there."""
+    if masked and bool(x.isfinite().any()):
+        return ~(x.isfinite() | x.isneginf())
+    return ~x.isfinite()
 
 
 def tokens(whole: tuple[int, ...], split: tuple[int, ...], logits: torch.Tensor, gap: float) -> Item:

@@ -87,8 +87,8 @@ def prove(small: Small, sequence: Mode = "off") -> Comparison:
         asked = questions(whole, length=max(13, small.plan.ranks, small.plan.tokens))  # a position for every rank
         state = {key: t.detach().clone() for key, t in whole.state_dict().items()}
         expected = reference(whole, small.plan, asked)
-        if nothing := [name for name, x in expected.answers.outputs.items() if x.isnan().any()]:
-            raise ValueError(f"{nothing[0]} is not a number")
+        if expected.unfit:
+            raise ArithmeticError(expected.unfit)
     except Exception as error:
         raise GateRefused(f"a small copy of {name} does not run as a whole", f"{type(error).__name__}: {error}", REPORT_IT) from error
     try:

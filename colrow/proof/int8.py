@@ -6,6 +6,7 @@ own dtype, then with int8 weights, greedy tokens by the program that `run` uses.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,7 @@ class Int8Error:
 
     @property
     def exit_code(self) -> int:
-        return 0 if self.divergence == self.divergence else 1
+        return 0 if math.isfinite(self.divergence) else 1
 
     def text(self) -> str:
         cut = f"{self.inside} of {self.weights.layers} layers are cut inside a group of {GROUP}: other numbers of ranks round otherwise"

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from ..planning.plan import Plan
-from .compare import difference, largest
+from .compare import MASKED, difference, largest, unfit
 from .exercise import Answers, Questions, StepSizes, ask, step_sizes
 from .precision import Float64, computing_in
 
@@ -30,7 +30,8 @@ bias that a softmax cancels), and nothing can be said relative to nothing."""
 @dataclass
 class Reference:
     """`weights[name][rank]` is the digest of the rank's slice of the parameter. `scales` are what gradients are measured against, by
-    parameter. `own_errors[kind][name]`: the whole model's own relative error against float64, empty where not measured."""
+    parameter. `own_errors[kind][name]`: the whole model's own relative error against float64, empty where not measured. `unfit`: which of
+    the whole model's own answers is no number, in words; nothing can be proven beside it."""
 
     dtype: torch.dtype
     asked: Questions
@@ -40,6 +41,7 @@ class Reference:
     gradients: Tensors = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     own_errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    unfit: str = ""
 
     def own_error(self, kind: str, name: str) -> float | None:
         return self.own_errors.get(kind, {}).get(name)
@@ -110,14 +112,26 @@ def reference(
         answers = ask(model, asked)
     out = Reference(dtype, asked, answers, weights)
     gradients = gradients_of(model)
+    out.unfit = next(_unfit(answers, gradients), "")
     if gradients:
         sizes = {name: largest(g) for name, g in gradients.items()}
         out.scales = {name: max(size, SMALL_GRADIENT * max(sizes.values())) or 1.0 for name, size in sizes.items()}
         out.steps = step_sizes(model)
-    if truth:
+    if truth and not out.unfit:
         _measure(out, truth(), gradients)
     out.gradients = keep(gradients)
     return out
+
+
+def _unfit(answers: Answers, gradients: Tensors) -> Iterator[str]:
+    """What is no number, the first of it first."""
+    named = [("logits", name, x) for name, x in answers.outputs.items()]
+    named += [("loss", "the loss", answers.loss)] if answers.loss is not None else []
+    named += [("decoding", "cached decoding", answers.decoded)] if answers.tokens else []
+    named += [("gradients", f"the gradient of {name}", g) for name, g in gradients.items()]
+    for kind, name, x in named:
+        if said := unfit(x, masked=kind in MASKED):
+            yield f"{name}: {said}"
 
 
 def _measure(out: Reference, perfect: Exact, gradients: dict[str, torch.Tensor]) -> None:

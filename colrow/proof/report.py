@@ -109,6 +109,8 @@ def describe(comparison: Comparison, find: Callable[[], Parting | None]) -> str:
     wrong."""
     bad = comparison.bad()
     kind = "looks like a bug" if any(i.verdict == "bug" for i in bad) else "looks like rounding"
+    if bad[0].verdict == "nothing":
+        kind = "nothing can be proven beside it"
     weights = [i for i in bad if i.kind == "weights"]
     if weights:
         return f"the loaded weights: {weights[0].detail}"

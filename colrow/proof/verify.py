@@ -122,6 +122,8 @@ def verify(
         start = time.perf_counter()
         expected, measured = _whole_answers(task, train, folder)
         whole_seconds = time.perf_counter() - start
+        if expected.unfit:
+            raise UserError("nothing can be proven beside a whole model that gives no numbers", expected.unfit, _otherwise(dtype))
         say(f"{ranks} ranks")
         results: list[Result] = on_ranks(_rank, task, backend, expected)
         comparison = judge([r.evidence for r in results])
@@ -235,6 +237,11 @@ def _notes(task: Task, results: Sequence[Result], more: str, measured: bool, exa
     else:
         notes.append("the whole model's own rounding was not measured: its float64 copy does not fit into memory")
     return tuple(notes)
+
+
+def _otherwise(dtype: torch.dtype) -> str:
+    overflows = f", or --dtype {_finer(dtype)} where {str(dtype).removeprefix('torch.')} overflows"
+    return "weights without NaN" + (overflows if dtype.itemsize < 8 else "")
 
 
 def _finer(dtype: torch.dtype) -> str:

@@ -132,16 +132,39 @@ class Called(Fused):
         return x + self.down(F.layer_norm(self.up(self.norm(x)), (I,)))
 
 
-BLOCKS = {"LayerNorm": Fused, "RMSNorm": type("FusedRMS", (Fused,), {"norm_class": nn.RMSNorm}), "layer_norm": Called}
+class Sparse(Fused):
+    """Of the MLP's features those far above the others (Gemma 3n): what is cut off follows from mean and standard deviation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(self.norm(x))
+        return x + self.down(torch.relu(up - (up.mean(-1, keepdim=True) + 0.3 * self.spread(up).unsqueeze(-1))))
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.std(x, dim=-1, unbiased=False)
+
+
+class Varying(Sparse):
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        return x.var(-1)
+
+
+BLOCKS = {
+    "LayerNorm": Fused,
+    "RMSNorm": type("FusedRMS", (Fused,), {"norm_class": nn.RMSNorm}),
+    "layer_norm": Called,
+    "std": Sparse,
+    "var": Varying,
+}
+MEANS = {"LayerNorm": 2, "RMSNorm": 1, "layer_norm": 2, "std": 3, "var": 3}
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_fused_norms_are_taken_apart(name: str) -> None:
-    """3 ranks have 20 of 60 features; 7 ranks 9 or 8. Forward two small all-reduces for a LayerNorm, one for an RMSNorm."""
+    """3 ranks have 20 of 60 features; 7 ranks 9 or 8. Forward two small all-reduces for a LayerNorm or a deviation, one for an RMSNorm."""
     for ranks in (3, 7):
         _, plan = derived(BLOCKS[name], ranks)
         means = [r.name for r in plan.regions if r.op == "mean" and ".0." in f"{r.name}."]
-        assert len(means) == (1 if name == "RMSNorm" else 2)
+        assert len(means) == MEANS[name]
         whole = model_of(BLOCKS[name], "cpu").double()
         tiny.add_noise(whole)
         ids = torch.arange(14).view(2, 7)

@@ -30,7 +30,7 @@ from ..planning.plan import Plan, Region
 
 TAKEN: dict[Any, int] = {
     **dict.fromkeys((torch.mean, torch.Tensor.mean, F.rms_norm, torch.rms_norm), 1),
-    **dict.fromkeys((F.layer_norm, torch.layer_norm), 2),
+    **dict.fromkeys((F.layer_norm, torch.layer_norm, torch.std, torch.Tensor.std, torch.var, torch.Tensor.var), 2),
 }
 """How many means a function takes; planning/means.py counts the same."""
 
@@ -49,13 +49,17 @@ class OverRanks:
         if cut not in dims or x.shape[cut] != here:
             found = f"{x.shape[cut] if cut is not None else 0} entries, averaged over dims {dims}"
             raise UserError(f"{self.name} is of other features than the plan says", found, f"{here} along dim {cut}")
-        size = self.partition.size * prod(x.shape[d] for d in dims if d != cut)
+        size = self.entries(x, dims)
         dtype = dtype or x.dtype
         weight = self._shares()
         if weight is not None:
             x = x * weight.to(x).view(-1, *(1,) * (-cut - 1))
         part = x.sum(dims, keepdim=keepdim, dtype=torch.promote_types(dtype, torch.float32)) / size
         return regions.sum_over(part, self.group, self.name).to(dtype)
+
+    def entries(self, x: torch.Tensor, dims: tuple[int, ...]) -> int:
+        """Of how many entries of the whole tensor the mean is."""
+        return self.partition.size * prod(x.shape[d] for d in dims if d != self.partition.dim)
 
     def _shares(self) -> torch.Tensor | None:
         """For each index that the rank holds 1 / (number of ranks that do); None where no index lies on two."""
@@ -111,6 +115,9 @@ class _Taking(TorchFunctionMode):
         self.done += len(over)
         if func in (torch.mean, torch.Tensor.mean):
             return _mean(over[0], *args, **kwargs)
+        if func in (torch.std, torch.Tensor.std, torch.var, torch.Tensor.var):
+            spread = _variance(over, *args, **kwargs)
+            return spread.sqrt() if func in (torch.std, torch.Tensor.std) else spread
         return _rms_norm(over[0], *args, **kwargs) if taken == 1 else _layer_norm(over, *args, **kwargs)
 
     def check(self, name: str) -> None:
@@ -127,9 +134,32 @@ def _mean(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
+    return over(input, _from_the_end(input, dim), keepdim, dtype)
+
+
+def _from_the_end(input: torch.Tensor, dim: int | tuple[int, ...] | list[int] | None) -> tuple[int, ...]:
     n = input.dim()
     every = range(n) if dim is None or dim == () else [dim] if isinstance(dim, int) else dim
-    return over(input, tuple(d % n - n for d in every), keepdim, dtype)
+    return tuple(d % n - n for d in every)
+
+
+def _variance(
+    over: list[OverRanks],
+    input: torch.Tensor,
+    dim: int | tuple[int, ...] | list[int] | bool | None = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> torch.Tensor:
+    if isinstance(dim, bool):  # torch.std(x, unbiased)
+        dim, unbiased = None, dim
+    dims = _from_the_end(input, dim)
+    mean, square = over
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    n = mean.entries(x, dims)
+    less = correction if correction is not None else int(unbiased)
+    return (square((x - mean(x, dims, True)).square(), dims, keepdim) * (n / (n - less))).to(input.dtype)
 
 
 def _rms_norm(

@@ -1,7 +1,7 @@
 """Means over an axis, the statistics of norms: which ops of a module's forward take them, numbered as they come.
 
 RMSNorm takes one, LayerNorm two (the mean, then the mean square of what is left), whether they are written out in the model's code or
-fused into one op. Cut along the axis, each rank has a part of the sum, and the ranks' parts are added where the mean is taken, inside the
+fused into one op. A variance or a standard deviation takes the same two. Cut along the axis, each rank has a part of the sum, and the ranks' parts are added where the mean is taken, inside the
 module's forward. The number says which mean that is, to the applier too, which sees the same calls come by (parallel/norm.py).
 """
 
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 
 from .trace import Call, Op, Trace
 
-TAKEN = {"mean": 1, "rms_norm": 1, "_fused_rms_norm": 1, "layer_norm": 2, "native_layer_norm": 2}
+TAKEN = {"mean": 1, "rms_norm": 1, "_fused_rms_norm": 1, "layer_norm": 2, "native_layer_norm": 2, "std": 2, "var": 2}
 """How many means an op takes."""
+
+SPREADS = ("std", "var")
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,15 @@ def statistic(op: Op) -> int:
 
 def averaged(op: Op, dims: int) -> tuple[int, ...]:
     """The dims of its first input that an op takes means over, counted from the end."""
-    if op.name != "mean":
+    if op.name not in ("mean", *SPREADS):
         shape = op.args[1]
         return tuple(range(-len(shape), 0))
     given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim")
     every = given if isinstance(given, list | tuple) and given else [given] if isinstance(given, int) else range(dims)
     return tuple(sorted(d % dims - dims for d in every))
+
+
+def unbiased(op: Op, n: int) -> float:
+    """What a mean of n squares is multiplied by in a variance that divides by n - correction (by default 1)."""
+    correction = op.kwargs.get("correction")
+    return n / (n - (1 if correction is None else correction))

@@ -6,9 +6,11 @@ Each index counts once, however many ranks hold it. Which ops may do that, the p
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
-from .means import averaged
+from .means import SPREADS, averaged, unbiased
 from .replay_borders import Copy, Reduce
 from .spread import Held, ReplayError, Spread
 from .trace import Op, Ref
@@ -23,6 +25,8 @@ def run(op: Op, inputs: dict[int, Spread], where: str) -> list[Spread]:
     if op.name == "mean":
         keep = bool(op.args[2]) if len(op.args) > 2 else bool(op.kwargs.get("keepdim"))
         return [_mean(x, x.data, dims, keep, where)]
+    if op.name in SPREADS:
+        return [_spread(op, x, dims, where)]
     out = list(x.data)
     if "layer_norm" in op.name:
         out = [d - m for d, m in zip(out, _mean(x, out, dims, True, where).data, strict=True)]
@@ -35,6 +39,15 @@ def run(op: Op, inputs: dict[int, Spread], where: str) -> list[Spread]:
     if bias is not None:
         out = [d + b for d, b in zip(out, bias.data, strict=True)]
     return [Spread(x.shape, tuple(out), x.held), *(square for o in op.outputs[1:] if o >= 0)]
+
+
+def _spread(op: Op, x: Spread, dims: tuple[int, ...], where: str) -> Spread:
+    """Variance or standard deviation: the mean square of what is left when the mean is taken away."""
+    left = [d - m for d, m in zip(x.data, _mean(x, x.data, dims, True, where).data, strict=True)]
+    square = _mean(x, [d.square() for d in left], dims, bool(op.kwargs.get("keepdim")), where)
+    more = unbiased(op, prod(x.shape[d] for d in dims))
+    data = (s * more for s in square.data)
+    return Spread(square.shape, tuple(d.sqrt() if op.name == "std" else d for d in data), square.held)
 
 
 def _mean(x: Spread, data: list[torch.Tensor] | tuple[torch.Tensor, ...], dims: tuple[int, ...], keep: bool, where: str) -> Spread:

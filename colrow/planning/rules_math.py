@@ -98,13 +98,19 @@ def linear_reduction(axes: Axes, op: Op, args: Arguments) -> Result:
     return Effect("sum" if op.name == "sum" else "mean", con=gone), [rest]
 
 
-_REDUCTIONS = "amax amin max min argmax argmin var var_mean std std_mean logsumexp linalg_vector_norm norm any all prod median nansum"
+_REDUCTIONS = "amax amin max min argmax argmin var_mean std_mean logsumexp linalg_vector_norm norm any all prod median nansum"
 
 
 @rule(*_REDUCTIONS.split())
 def other_reduction(axes: Axes, op: Op, args: Arguments) -> Result:
     gone, rest = _reduced(axes, op, args)
     return Effect("nonlinear", cross=gone), [list(rest) for o in op.outputs if o >= 0]
+
+
+@rule("std", "var")
+def spread(axes: Axes, op: Op, args: Arguments) -> Result:
+    gone, rest = _reduced(axes, op, args)
+    return Effect("norm", cross=gone), [rest]
 
 
 @rule(

@@ -100,9 +100,10 @@ def test_layers_with_the_kv_heads_of_earlier_ones(ranks: int) -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     sizes = {**WIDE, "num_hidden_layers": 4, "layer_types": kinds, "num_kv_shared_layers": 2, "sliding_window": 4, "intermediate_size": 51}
     config = tf.Gemma3nTextConfig(
-        **sizes, hidden_size_per_layer_input=16, vocab_size_per_layer_input=101, activation_sparsity_pattern=[0.0] * 4
+        **sizes, hidden_size_per_layer_input=16, vocab_size_per_layer_input=101, activation_sparsity_pattern=[0.9, 0.0, 0.0, 0.0]
     )
     plan = derive(config, ranks)
+    assert [plan.tensor(f"model.layers.{i}.mlp.gate_proj.weight").role for i in range(4)] == ["column"] * 4  # the first by its deviation
     assert len(plan.attention) == 4
     assert len({heads.query for heads in plan.attention}) == 1
     assert prove(Small(config, plan, ())).ok

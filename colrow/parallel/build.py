@@ -40,6 +40,7 @@ from . import (
     once,
     random,
     recompute,
+    rows,
     save,
     sequence_probe,
 )
@@ -103,9 +104,10 @@ def _apply(model: nn.Module, plan: Plan, group: Group, cut: Sequence | None) -> 
     for heads in plan.attention:
         attention.apply(model.get_submodule(heads.module), heads, group.rank)
     for region in plan.regions:
-        if region not in done and region.op != "mean":
+        if region not in done and region.op not in ("mean", "row"):
             borders.install(model, state, region)
     norm.install(model, plan, group)
+    rows.install(model, plan, group)
     entries.install(model, plan, group)
     once.install(model, plan, group)
     experts.choose(model, plan)

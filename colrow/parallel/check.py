@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..partition import Partition
 from ..planning.graph import is_table
 from ..planning.plan import Attention, BufferPlan, Edit, Plan, Region, TensorPlan
-from . import attention, entries, norm
+from . import attention, entries, norm, rows
 from .borders import awaited
 from .embedding import check_vocab
 from .linear import OUTPUT_DIM
@@ -158,6 +158,9 @@ def _check_region(model: nn.Module, plan: Plan, region: Region) -> None:
     module = _module(model, region.module, "a region")
     if region.op == "mean":
         norm.check(region, plan.ranks)
+        return
+    if region.op == "row":
+        rows.check(region, plan)
         return
     if region.op == "hold":
         awaited(plan, region)

@@ -153,7 +153,7 @@ def _variance(
     correction: float | None = None,
 ) -> torch.Tensor:
     if isinstance(dim, bool):  # torch.std(x, unbiased)
-        dim, unbiased = None, dim
+        return _variance(over, input, None, dim)
     dims = _from_the_end(input, dim)
     mean, square = over
     x = input.to(torch.promote_types(input.dtype, torch.float32))

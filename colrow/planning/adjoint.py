@@ -127,7 +127,7 @@ class _Walk:
             return
         elif self._is_mean(value):
             self.partial.discard(value)  # f is part of it
-        elif whole or value in self.flow.reduced or self._is_start(value):
+        elif whole or value in self.flow.reduced or self.graph.producer[value] in self.flow.rows or self._is_start(value):
             self._place(value, partial)
             return
         else:

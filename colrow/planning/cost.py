@@ -126,7 +126,7 @@ def is_head(region: Region) -> bool:
 def _forward(region: Region, whole_logits: bool) -> Iterator[tuple[str, str]]:
     if region.op == "gather" and (whole_logits or not is_head(region)):
         yield "all_gather", region.name
-    if region.op in ("reduce", "mean"):
+    if region.op in ("reduce", "mean", "row"):
         yield "all_reduce", region.name
 
 

@@ -35,7 +35,8 @@ class Flow:
     `gathered`: outputs of the model that every rank has a slice of. `sources`: ops that leave partial sums, with the cut leaves they sum
     over. `means`: ops that take a mean over cut leaves, whose ranks' sums are added inside them. `once`: parameters that are added to
     partial sums as they are, and therefore used by one rank only. `sliced`: constants of the model's code that enter a module for all
-    heads, of which a rank needs its own. `buffers`: the model's buffers, cut like parameters.
+    heads, of which a rank needs its own. `buffers`: the model's buffers, cut like parameters. `rows`: ops that read one row of a cut table,
+    which are whole after an all-reduce of their own.
     """
 
     chosen: frozenset[Node]
@@ -49,6 +50,7 @@ class Flow:
     once: set[str] = field(default_factory=set)
     sliced: dict[tuple[int, str], Border] = field(default_factory=dict)
     buffers: set[int] = field(default_factory=set)
+    rows: set[int] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
 
     def is_partial(self, value: int) -> bool:
@@ -56,9 +58,9 @@ class Flow:
 
     def cost(self, graph: Graph) -> float:
         """Elements per token on the wire, a fixed price per collective included, in the forward pass."""
-        means = (s.value for i in self.means for s in graph.statistics[i])
+        inside = [s.value for i in self.means for s in graph.statistics[i]] + [graph.op(i).outputs[0] for i in self.rows]
         reduced = sum(graph.per_token(v) + COLLECTIVE * graph.width(border) for v, border in self.reduced.items())
-        return reduced + sum(price(graph, v) for v in means)
+        return reduced + sum(price(graph, v) for v in inside)
 
     def width(self, graph: Graph) -> int:
         """The width of the streams that are reduced."""

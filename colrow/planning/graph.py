@@ -287,6 +287,11 @@ class Graph:
         """The module looks up in its table through nn.Embedding, whatever it does before and after."""
         return is_table(self.trace.modules.get(module, object))
 
+    def is_row(self, op: Op) -> bool:
+        """The op reads one row of a table, outside of the module that looks up in it."""
+        name = self.parameter_of.get(op.inputs()[0], "") if op.name == "select" else ""
+        return bool(name) and op.args[1] == 0 and self.is_table(name.rpartition(".")[0])
+
     def width(self, border: Border) -> int:
         """The unit of cost for a collective at a border: the width of the residual stream, or of a picture tower's own."""
         layers = re.match(r"(.*?)\.\d+(\.|$)", self.trace.calls[border.call].module)

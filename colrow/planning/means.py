@@ -1,8 +1,9 @@
 """Means over an axis, the statistics of norms: which ops of a module's forward take them, numbered as they come.
 
 RMSNorm takes one, LayerNorm two (the mean, then the mean square of what is left), whether they are written out in the model's code or
-fused into one op. A variance or a standard deviation takes the same two. Cut along the axis, each rank has a part of the sum, and the ranks' parts are added where the mean is taken, inside the
-module's forward. The number says which mean that is, to the applier too, which sees the same calls come by (parallel/norm.py).
+fused into one op; a variance or a standard deviation takes the same two. Cut along the axis, each rank has a part of the sum, and the
+ranks' parts are added where the mean is taken, inside the module's forward. The number says which mean that is, to the applier too, which
+sees the same calls come by (parallel/norm.py).
 """
 
 from __future__ import annotations

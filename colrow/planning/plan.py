@@ -3,7 +3,7 @@
 A plan has five parts, each entry with its reason in words:
 
 * `tensors`    one per parameter: its partition, its role, and whether its gradient arrives whole or as a part to be summed;
-* `regions`    where a tensor changes its state between ranks: f, g, a gather at a module's input or output, a mean inside it;
+* `regions`    where a tensor changes its state between ranks: f, g, a gather at a module's input or output, a mean or a row inside it;
 * `edits`      integers of modules (head counts, split sizes) that differ on a rank;
 * `attention`  for each attention call, the query and KV heads of every rank;
 * `buffers`    buffers that are cut.
@@ -28,7 +28,7 @@ Role = Literal["column", "row", "vocab", "split", "entry", "whole"]
 split: any other cut tensor (per-head constants, norms over a split axis). entry: of a module in a list that stands for one index of a cut
 axis (a norm for each head), all of it on the ranks that have the index. whole: every rank holds all of it."""
 
-RegionOp = Literal["copy", "reduce", "gather", "slice", "hold", "mean"]
+RegionOp = Literal["copy", "reduce", "gather", "slice", "hold", "mean", "row"]
 """copy: Megatron's f (identity forward, all-reduce of the gradient backward). reduce: g (all-reduce forward, identity backward).
 gather: slices put side by side along `dim` (all-gather forward, the rank's slice of the gradient backward).
 slice: of a constant that the model's code makes for all heads, the rank's own part (no communication). `partition` then cuts a dim, or
@@ -36,7 +36,9 @@ stretches of its own size that the dim consists of (batch and heads in one dim).
 hold: a partial sum that is added to others, or to what is whole, before all of it is reduced: it waits for the reduction that `shares`
 names (no communication of its own).
 mean: `arg` is the number of a mean, taken inside the module's forward, over a split dim: that of a norm. The ranks' sums are added and
-divided by the whole size, forward and backward. `partition` cuts the dim, counted from the end."""
+divided by the whole size, forward and backward. `partition` cuts the dim, counted from the end.
+row: the module's own code reads single rows of the table `arg` (a parameter's full name), which `partition` cuts along its rows; the ranks'
+sum of them is whole (all-reduce forward, identity backward)."""
 
 VERSION = 1
 
@@ -77,7 +79,7 @@ class Region:
     op: RegionOp
     shape: tuple[Length, ...]
     reason: str
-    partition: Partition | None = None  # gather: the cut that is undone; slice, mean: that of the dim; else None
+    partition: Partition | None = None  # gather: the cut that is undone; slice, mean, row: that of the dim; else None
     ranks: tuple[tuple[int, ...], ...] = ()  # the groups that reduce separately; () = all ranks together
     dtype: str = ""
     shares: str = ""  # copy: the call site of an earlier f of the same tensor, which serves this border too. hold: that of the reduction
@@ -98,7 +100,7 @@ class Region:
     @property
     def name(self) -> str:
         """The call site's name in counters, headers and traces."""
-        name = f"{self.module or 'model'}.{'mean' if self.op == 'mean' else self.place}"
+        name = f"{self.module or 'model'}.{self.op if self.op in ('mean', 'row') else self.place}"
         return name if self.arg in ("", "0") else f"{name}.{self.arg}"
 
 

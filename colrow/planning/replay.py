@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from . import inputs, replay_means
 from .plan import Plan
-from .replay_borders import Borders
+from .replay_borders import Borders, row
 from .replay_memory import Memory, put
 from .replay_ops import run
 from .replay_tools import call
@@ -138,7 +138,10 @@ def _run_ranks(
             values[op.outputs[0]] = everywhere(call(op, {}), plan.ranks)
             continue
         seen = {i: borders.seen(i, op.index, values) for i in ids}
-        outs = (replay_means.run if op.index in borders.means else run)(op, seen, t.where(op))
+        if op.index in borders.rows:
+            outs = [row(op, seen[ids[0]], t.where(op))]
+        else:
+            outs = (replay_means.run if op.index in borders.means else run)(op, seen, t.where(op))
         for o, out in zip([o for o in op.outputs if o >= 0], outs, strict=True):
             values[o] = out
         if op.mutates is not None:

@@ -14,7 +14,7 @@ import torch
 from .means import numbered
 from .plan import Plan, Region
 from .spread import ReplayError, Spread, full
-from .trace import Call, Trace
+from .trace import Call, Op, Trace
 
 
 class Reduce(torch.autograd.Function):
@@ -94,6 +94,7 @@ class Borders:
         # that waits, which is followed as a partial sum like any other
         entries = [(region, c) for region in plan.regions if region.op in ("copy", "reduce", "gather") for c in _calls_of(region, calls)]
         self.means = {i for region in plan.regions if region.op == "mean" for i in _means_of(region, t, calls)}
+        self.rows = {i for region in plan.regions if region.op == "row" for i in _rows_of(region, t, calls)}
         # where several borders fall together: what leaves a module before what enters one, inner modules first, sums before copies of them
         self.todo = sorted(entries, key=lambda e: (_at(*e), e[0].place == "input", e[0].op == "copy", -e[1].index))
         self.inside: list[tuple[int, int, int]] = []  # (value, first, last): these ops see the value behind an f
@@ -128,6 +129,27 @@ def _means_of(region: Region, t: Trace, calls: dict[str, list[Call]]) -> Iterato
         if not found:
             raise ReplayError(f"{region.name}: the module takes no such mean")
         yield from found
+
+
+def _rows_of(region: Region, t: Trace, calls: dict[str, list[Call]]) -> Iterator[int]:
+    """The ops that read a row of a region's table in its module."""
+    table = t.parameters.get(region.arg)
+    ops = (op for c in calls.get(region.module, []) for op in t.ops[c.first : c.last] if op.call == c.index)
+    found = [op.index for op in ops if op.name == "select" and op.inputs() == [table] and op.args[1] == 0]
+    if not found:
+        raise ReplayError(f"{region.name}: the module reads no row of it")
+    yield from found
+
+
+def row(op: Op, table: Spread, where: str) -> Spread:
+    """One row of a table, from the rank that holds it."""
+    index = op.args[2] % table.shape[0]
+    found = [(held[0] == index).nonzero() for held in table.held]
+    if sum(len(at) for at in found) != 1:
+        raise ReplayError(f"{where}: row {index} lies on {sum(len(at) for at in found)} ranks")
+    shape = table.shape[1:]
+    parts = [data[int(at)] if len(at) else data.new_zeros(shape) for data, at in zip(table.data, found, strict=True)]
+    return Spread(shape, tuple(Reduce.apply(*parts)), (full(shape),) * table.ranks)
 
 
 def _at(region: Region, c: Call) -> int:

@@ -116,7 +116,10 @@ def _strided(axes: Axes, dim: Dim, n: int, start: int, stop: int, step: int) -> 
 @rule("select", "select_copy")
 def select(axes: Axes, op: Op, args: Arguments) -> Result:
     dims = same(axes, op.args[0])
-    axes.factors.flag(dims.pop(args["dim"]))
+    gone = dims.pop(args["dim"])
+    if axes.trace.values[op.args[0].id].kind == "parameter":  # a row of a table
+        return Effect("index", con=[gone]), [dims]
+    axes.factors.flag(gone)
     return Effect("linear"), [dims]
 
 

@@ -93,6 +93,8 @@ class _Walk:
             self._reduce_all(held, op)
         elif summed and effect.kind == "mean":
             self._mean(op, effect.con)
+        elif summed and graph.is_row(op):
+            flow.rows.add(op.index)
         elif summed:
             if self._may_sum(op):
                 flow.sources[op.index] = summed

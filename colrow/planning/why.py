@@ -68,6 +68,7 @@ _OPERATIONS = {
     "slice": "own part, nothing sent",
     "hold": "waits to be added up, nothing sent",
     "mean": "all-reduce of a mean, both ways",
+    "row": "all-reduce of a row of a table",
 }
 
 

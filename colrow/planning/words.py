@@ -191,6 +191,7 @@ class _Words:
             due = self.region(flow.reduced[v], "reduce", "").name
             out += [(b, replace(self.region(b, "hold", f"waits, to be added up with others at {due}"), shares=due)) for b in places]
         out += [pair for i in flow.means for pair in self.means(i)]
+        out += [self.row(i) for i in flow.rows]
         for borders in self.choice.gradients.copies.values():
             first, *others = sorted(borders, key=lambda b: (*self._position(b), b.arg))
             made = replace(self.region(first, "copy", self.why_copy(first)), kept=not self._only_multiples(first.value))
@@ -224,6 +225,16 @@ class _Words:
         for mean in self.graph.statistics[at]:
             border = Border(mean.call, "inside", str(mean.number), mean.value)
             yield border, self.region(border, "mean", "each rank has a part of what the mean is taken of", cut)
+
+    def row(self, at: int) -> tuple[Border, Region]:
+        """The reading of one row of a cut table."""
+        op = self.graph.op(at)
+        name = self.graph.parameter_of[op.inputs()[0]]
+        border = Border(op.call, "inside", name, op.outputs[0])
+        cut = self.choice.cuts.partition(self.graph.axes.dims[op.inputs()[0]])
+        region = self.region(border, "row", "one rank has the row, the module's own code needs it", cut)
+        runs = any(self.graph.in_steps[v] for v in self.trace.calls[op.call].outputs.values())  # whatever becomes of the row (Gemma 4)
+        return border, replace(region, steps=runs)
 
     def stretch(self, value: int) -> Partition:
         """The cut of a dim from its first cut factor on: what lies before it (a batch in the same dim) repeats it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from colrow.comm.local import run_threads
 from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_gradients
 from colrow.partition import Partition
+from colrow.planning.record import record
+from colrow.planning.replay import check
+from colrow.planning.spread import ReplayError
 
 from . import tiny
 from .small_blocks import Feed, H, I, Norm, derived, model_of, places
@@ -270,6 +274,21 @@ class OfNothing(Collected):
         return torch.zeros(rows.shape, device=rows.device)
 
 
+class HandsOn(Collected):
+    """One of the experts is the identity (LongCat): what it gives is whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = nn.Identity()
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        rows = y.transpose(0, 1)
+        into, places = torch.zeros_like(rows), torch.arange(rows.shape[0], device=y.device)
+        into.index_add_(0, places, self.feed(rows))
+        into.index_add_(0, places, self.same(rows[places]) * rows.mean(-1, keepdim=True))
+        return into.transpose(0, 1)
+
+
 class Filled(Collected):
     """They are zeros no more when the first rows are added."""
 
@@ -279,7 +298,12 @@ class Filled(Collected):
 
 @pytest.mark.parametrize(
     ("collect", "role", "sums"),
-    [(Collected, "row", ["blocks.0.mlp.output"]), (OfNothing, "row", ["blocks.0.mlp.output"]), (Filled, "whole", [])],
+    [
+        (Collected, "row", ["blocks.0.mlp.output"]),
+        (OfNothing, "row", ["blocks.0.mlp.output"]),
+        (HandsOn, "row", ["blocks.0.mlp.output"]),
+        (Filled, "whole", []),
+    ],
 )
 def test_partial_rows_are_added_to_zeros_only(collect: type[nn.Module], role: str, sums: list[str]) -> None:
     """What is whole and added to on every rank would count once a rank."""
@@ -292,6 +316,19 @@ def test_partial_rows_are_added_to_zeros_only(collect: type[nn.Module], role: st
     _, plan = derived(Block, replay=collect is not Filled)  # which cannot follow what is written through a view
     assert plan.tensor("blocks.0.mlp.feed.down.weight").role == role
     assert places(plan, "reduce") == sums
+
+
+def test_what_is_handed_on_among_partial_rows_counts_once() -> None:
+    class Block(Serial):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = HandsOn()
+
+    trace, plan = record(model_of(Block, "meta"), bypasses=True), derived(Block)[1]
+    assert places(plan, "once") == ["blocks.0.mlp.same.input.input"]
+    wrong = replace(plan, regions=tuple(r for r in plan.regions if r.op != "once"))
+    with pytest.raises(ReplayError, match="index_add_ adds .* rows to a tensor that is"):
+        check(trace, wrong)
 
 
 def test_reasons_name_module_and_op() -> None:

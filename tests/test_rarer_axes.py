@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,3 +140,32 @@ def test_channels_of_a_convolution_that_are_another_ranks_are_seen(monkeypatch: 
     monkeypatch.setattr(conv, "make_local", lambda layer: None)
     with pytest.raises(GateRefused):
         prove(Small(config, derive(config, 2), ()))
+
+
+def longcat() -> tf.LongcatFlashConfig:
+    """6 experts and 3 that hand on what they get; 2 of the 9 for each token."""
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
+    experts = {"n_routed_experts": 6, "zero_expert_num": 3, "moe_topk": 2, "expert_ffn_hidden_size": 21, "ffn_hidden_size": 51}
+    sizes: dict[str, Any] = {**PLAIN, "num_attention_heads": 9, "head_dim": 8, "num_layers": 1, **latent, **experts}
+    sizes.pop("num_hidden_layers")
+    sizes.pop("intermediate_size")
+    return tf.LongcatFlashConfig(**sizes, routed_scaling_factor=2.0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_experts_hand_on_counts_once_among_partial_sums(ranks: int) -> None:
+    config = longcat()
+    plan = derive(config, ranks)
+    assert [plan.tensor(f"model.layers.0.mlp.experts.{name}").role for name in ("gate_up_proj", "down_proj")] == ["column", "row"]
+    (alone,) = (r for r in plan.regions if r.op == "once")
+    assert (alone.module, alone.place) == ("model.layers.0.mlp.experts.identity_expert", "input")
+    assert [r.name for r in plan.regions if r.op in ("reduce", "hold") and ".mlp." in r.name] == ["model.layers.0.mlp.output"]
+    assert prove(Small(config, plan, ())).ok
+
+
+def test_what_is_handed_on_by_every_rank_is_seen() -> None:
+    config = longcat()
+    plan = derive(config, 2)
+    wrong = replace(plan, regions=tuple(r for r in plan.regions if r.op != "once"))
+    with pytest.raises(GateRefused):
+        prove(Small(config, wrong, ()))

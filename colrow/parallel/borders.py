@@ -22,6 +22,7 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
 from ..planning.plan import Plan, Region
+from . import once
 from .pending import Due, Pending, settled
 from .state import State, is_head
 
@@ -95,6 +96,8 @@ def _of_value(state: State, region: Region) -> Change:
         return lambda x: state.copies.copy(x, group, name)
     if region.op == "copy":
         return lambda x: state.copies.new(x, group, name)
+    if region.op == "once":
+        return lambda x: x if group.rank == once.FIRST else x.masked_fill(torch.ones((), dtype=torch.bool, device=x.device), 0)
     assert region.partition is not None  # a gather or a slice: check.py has seen to it
     if region.op == "slice":
         return functools.partial(own_part, region.partition, group.rank, name)

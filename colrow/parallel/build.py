@@ -22,7 +22,8 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
 from ..planning import models
-from ..planning.graph import CONVOLUTIONS, is_table
+from ..planning.graph import CONVOLUTIONS
+from ..planning.models import is_table
 from ..planning.plan import Edit, Plan, Region
 from . import (
     attention,

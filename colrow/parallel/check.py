@@ -16,7 +16,7 @@ from torch import nn
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import Partition
-from ..planning.graph import is_table
+from ..planning.models import is_table
 from ..planning.plan import Attention, BufferPlan, Edit, Plan, Region, TensorPlan
 from . import attention, entries, norm, rows
 from .borders import awaited
@@ -166,7 +166,7 @@ def _check_region(model: nn.Module, plan: Plan, region: Region) -> None:
         awaited(plan, region)
     if (region.op, region.place) == ("hold", "input"):
         raise UserError(f"the region {region.name} cannot be carried out", "a sum waits from an output on", "hold at an output")
-    if region.op not in ("copy", "reduce", "gather", "slice", "hold") or region.place not in ("input", "output"):
+    if region.op not in ("copy", "reduce", "gather", "slice", "hold", "once") or region.place not in ("input", "output"):
         raise UserError(
             f"the region {region.name} cannot be carried out", f"{region.op} at the {region.place}", "copy, reduce, gather or slice"
         )

@@ -40,6 +40,7 @@ class _Walk:
         self.partial: set[int] = set()  # values whose gradient, as it leaves them towards their producer, is partial
         touched = {i for leaf in flow.chosen for i in graph.ops_of[leaf]}
         touched |= {c for v in flow.partial for c in graph.consumers[v]} | set(flow.sources)
+        touched |= {made for v in flow.alone if (made := graph.producer[v]) is not None}
         self.heap: list[tuple[int, int]] = []
         self.queued: set[int] = set()
         for i in touched:

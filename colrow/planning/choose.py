@@ -223,6 +223,7 @@ class _Chooser:
         """A module that runs several times has one set of hooks: what happens at its borders must be the same in every run."""
         borders = [("g", b) for b in flow.reduced.values()] + [("f", b) for bs in gradients.copies.values() for b in bs]
         borders += [("a summand that waits", b) for bs in flow.held.values() for b in bs]
+        borders += [("a value that counts once", b) for b in flow.alone.values()]
         borders += [("a mean", Border(m.call, "inside", str(m.number), m.value)) for i in flow.means for m in self.graph.statistics[i]]
         calls = self.graph.trace.calls
         present = {(op, b.call, b.place, b.arg) for op, b in borders}

@@ -33,7 +33,8 @@ class Flow:
     `partial`: sums still to be added. `mixed`: those of them to which something whole was added, which counts once. `reduced`: the borders
     where they are added up. `held`: for a value that is reduced, the borders where its summands, plain partial sums, begin to wait for it.
     `gathered`: outputs of the model that every rank has a slice of. `sources`: ops that leave partial sums, with the cut leaves they sum
-    over. `means`: ops that take a mean over cut leaves, whose ranks' sums are added inside them. `once`: parameters that are added to
+    over. `alone`: whole values that are added to partial sums, with the border from which on the first rank alone has them and the others
+    zeros. `means`: ops that take a mean over cut leaves, whose ranks' sums are added inside them. `once`: parameters that are added to
     partial sums as they are, and therefore used by one rank only. `sliced`: constants of the model's code that enter a module for all
     heads, of which a rank needs its own. `buffers`: the model's buffers, cut like parameters. `rows`: ops that read one row of a cut table,
     which are whole after an all-reduce of their own.
@@ -47,6 +48,7 @@ class Flow:
     gathered: list[Border] = field(default_factory=list)
     sources: dict[int, frozenset[Node]] = field(default_factory=dict)
     means: set[int] = field(default_factory=set)
+    alone: dict[int, Border] = field(default_factory=dict)
     once: set[str] = field(default_factory=set)
     sliced: dict[tuple[int, str], Border] = field(default_factory=dict)
     buffers: set[int] = field(default_factory=set)

@@ -22,6 +22,7 @@ from .inputs import DECODED, TOKENS, vocabulary
 from .lengths import Length
 from .means import TAKEN, Mean, numbered
 from .measured import Measured
+from .models import is_table
 from .rules import Axes, follow
 from .trace import Call, Op, Ref, Trace, TraceError
 
@@ -30,18 +31,6 @@ REALISTIC = {"B": 4, "S": 1024, "E": 1024}
 
 PRODUCTS = (nn.Linear, Conv1D)  # exactly these: a class of a model's own may do more
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def is_table(cls: type) -> bool:
-    """nn.Embedding, or a class of a model's own that leaves the lookup to it (scaled word embeddings, shifted positions).
-
-    >>> is_table(nn.Embedding), is_table(nn.EmbeddingBag)
-    (True, False)
-    """
-    if not issubclass(cls, nn.Embedding):
-        return False
-    own = [c.__dict__["forward"] for c in cls.__mro__[: cls.__mro__.index(nn.Embedding)] if "forward" in c.__dict__]
-    return all("super" in f.__code__.co_names and "embedding" not in f.__code__.co_names for f in own)
 
 
 @dataclass(frozen=True)
@@ -224,6 +213,16 @@ class Graph:
             for name, v in call.inputs.items():
                 if not self.leaves[v] & self.uncounted:
                     out[v].append(Border(call.index, "input", name, v))
+        return out
+
+    @cached_property
+    def handed_on(self) -> dict[int, Border]:
+        """Values that a module is given and gives back as they are (nn.Identity), without using them: nobody reads them before it."""
+        out: dict[int, Border] = {}
+        for call in self.trace.calls:
+            for name, v in call.inputs.items():
+                if v in call.outputs.values() and all(i >= call.last for i in self.consumers[v]):
+                    out.setdefault(v, Border(call.index, "input", name, v))
         return out
 
     @cached_property

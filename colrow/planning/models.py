@@ -12,6 +12,7 @@ import threading
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -93,3 +94,15 @@ def build(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     make = cls._from_config if issubclass(cls, PreTrainedModel) else cls.from_config
     with BUILDING:
         return make(copy.deepcopy(config), **options)
+
+
+def is_table(cls: type) -> bool:
+    """nn.Embedding, or a class of a model's own that leaves the lookup to it (scaled word embeddings, shifted positions).
+
+    >>> is_table(nn.Embedding), is_table(nn.EmbeddingBag)
+    (True, False)
+    """
+    if not issubclass(cls, nn.Embedding):
+        return False
+    own = [c.__dict__["forward"] for c in cls.__mro__[: cls.__mro__.index(nn.Embedding)] if "forward" in c.__dict__]
+    return all("super" in f.__code__.co_names and "embedding" not in f.__code__.co_names for f in own)

@@ -29,26 +29,38 @@ class Places:
 
     def cheapest(self, value: int) -> Borders | None:
         """The borders that make a partial value whole at the lowest price, the earliest among equals; None where there are none."""
-        return self._cheapest(value, {})
+        found: dict[int, Borders | None] = {}
+        for v in sorted(self._before(value)):  # values are numbered as they are made
+            found[v] = self._cheapest(v, found)
+        return found[value]
 
-    def _cheapest(self, value: int, seen: dict[int, Borders | None]) -> Borders | None:
-        if value in seen:
-            return seen[value]
-        seen[value] = None
-        graph, made = self.graph, self.graph.producer[value]
-        if made is None:  # a parameter that counts once: no border lies before it
+    def _before(self, value: int) -> set[int]:
+        """The value, and the partial values that it is made of (of hundreds of experts: no recursion)."""
+        out, todo = {value}, [value]
+        while todo:
+            new = set(self._parts(todo.pop())) - out
+            out |= new
+            todo.extend(new)
+        return out
+
+    def _parts(self, value: int) -> list[int]:
+        made = self.graph.producer[value]
+        if made is None or made in self.flow.sources or value in self.flow.alone:
+            return []
+        return [v for v in self.graph.inputs[made] if self.flow.is_partial(v)]
+
+    def _cheapest(self, value: int, found: dict[int, Borders | None]) -> Borders | None:
+        """The choice between this value and what it is made of, which is in `found`."""
+        made, parts = self.graph.producer[value], self._parts(value)
+        if made is None or value in self.flow.alone:  # it counts once: no border lies before it
             return None
-        options: list[Borders] = []
-        if made not in self.flow.sources:
-            parts = [v for v in graph.inputs[made] if self.flow.is_partial(v)]
-            if not parts:  # made whole meanwhile, for another's sake
-                return frozenset()
-            options += _union(self._cheapest(v, seen) for v in parts)
+        if made not in self.flow.sources and not parts:  # made whole meanwhile, for another's sake
+            return frozenset()
+        options = _union(found[v] for v in parts) if parts else []
         here = self.leaving(value) or self.entering(value)
         if here:
             options.append(frozenset([here]))
-        seen[value] = min(options, key=lambda borders: sum(price(graph, b.value) for b in borders), default=None)
-        return seen[value]
+        return min(options, key=lambda borders: sum(price(self.graph, b.value) for b in borders), default=None)
 
     def leaving(self, value: int) -> Border | None:
         """The innermost output at which the value can be added up."""

@@ -28,7 +28,7 @@ Role = Literal["column", "row", "vocab", "split", "entry", "whole"]
 split: any other cut tensor (per-head constants, norms over a split axis). entry: of a module in a list that stands for one index of a cut
 axis (a norm for each head), all of it on the ranks that have the index. whole: every rank holds all of it."""
 
-RegionOp = Literal["copy", "reduce", "gather", "slice", "hold", "mean", "row"]
+RegionOp = Literal["copy", "reduce", "gather", "slice", "hold", "mean", "row", "once"]
 """copy: Megatron's f (identity forward, all-reduce of the gradient backward). reduce: g (all-reduce forward, identity backward).
 gather: slices put side by side along `dim` (all-gather forward, the rank's slice of the gradient backward).
 slice: of a constant that the model's code makes for all heads, the rank's own part (no communication). `partition` then cuts a dim, or
@@ -38,7 +38,8 @@ names (no communication of its own).
 mean: `arg` is the number of a mean, taken inside the module's forward, over a split dim: that of a norm. The ranks' sums are added and
 divided by the whole size, forward and backward. `partition` cuts the dim, counted from the end.
 row: the module's own code reads single rows of the table `arg` (a parameter's full name), which `partition` cuts along its rows; the ranks'
-sum of them is whole (all-reduce forward, identity backward)."""
+sum of them is whole (all-reduce forward, identity backward).
+once: a whole value that is added to partial sums: from here on the first rank alone has it, and the others zeros (no communication)."""
 
 VERSION = 1
 

@@ -71,6 +71,10 @@ def apply(region: Region, x: Spread) -> Spread:
             raise ReplayError(f"{region.name}: gathers a tensor that is {x.state()}")
         data = Gather.apply(dims[0], x.shape[dims[0]], [h[dims[0]] for h in x.held], *x.data)
         return Spread(x.shape, tuple(data), (full(x.shape),) * x.ranks)
+    if region.op == "once":
+        if x.partial or not x.is_whole:
+            raise ReplayError(f"{region.name}: a value that counts once must be whole, it is {x.state()}")
+        return Spread(x.shape, tuple(d if r == 0 else d * 0 for r, d in enumerate(x.data)), x.held, partial=True)
     if region.op == "reduce" and not x.partial:
         raise ReplayError(f"{region.name}: adds up values that are no summands, they are {x.state()}")
     if region.op == "copy" and x.partial:
@@ -92,7 +96,9 @@ class Borders:
             calls.setdefault(c.module, []).append(c)
         # a slice of a constant needs nothing here: where a whole one meets slices, a rank uses its own part of it; nor does a summand
         # that waits, which is followed as a partial sum like any other
-        entries = [(region, c) for region in plan.regions if region.op in ("copy", "reduce", "gather") for c in _calls_of(region, calls)]
+        entries = [
+            (region, c) for region in plan.regions if region.op in ("copy", "reduce", "gather", "once") for c in _calls_of(region, calls)
+        ]
         self.means = {i for region in plan.regions if region.op == "mean" for i in _means_of(region, t, calls)}
         self.rows = {i for region in plan.regions if region.op == "row" for i in _rows_of(region, t, calls)}
         # where several borders fall together: what leaves a module before what enters one, inner modules first, sums before copies of them
@@ -112,7 +118,7 @@ class Borders:
                 if value not in self.copies:
                     self.copies[value] = apply(region, values[value])
                 self.inside.append((value, c.first, c.last))
-            elif region.op == "reduce":  # for all that use the value: nobody has before
+            elif region.op in ("reduce", "once"):  # for all that use the value: nobody has before
                 values[c.inputs[region.arg]] = apply(region, values[c.inputs[region.arg]])
             else:
                 raise ReplayError(f"{region.name}: {region.op} at an input cannot be replayed")

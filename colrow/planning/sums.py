@@ -104,6 +104,8 @@ class _Walk:
             self._set(op, False)
         elif (mixed := self._passes(op, held)) is not None:
             self._set(op, True, mixed)
+        elif effect.kind == "scatter" and self._alone(op):
+            self.push(op.index)
         elif effect.kind == "scatter":
             self.problem(op, "adds partial sums to rows to which what is whole is added too")
         else:
@@ -115,7 +117,7 @@ class _Walk:
             self.problem(op, "writes partial sums into memory that is read elsewhere")
             return
         for o in op.outputs:
-            if o < 0 or ((o in flow.partial), (o in flow.mixed)) == (partial, mixed):
+            if o < 0 or o in flow.alone or ((o in flow.partial), (o in flow.mixed)) == (partial, mixed):
                 continue
             (flow.partial.add if partial else flow.partial.discard)(o)
             (flow.mixed.add if mixed else flow.mixed.discard)(o)
@@ -225,6 +227,27 @@ class _Walk:
         self.flow.partial.add(at)
         for consumer in graph.consumers[at]:
             self.push(consumer)
+        return True
+
+    def _alone(self, op: Op) -> bool:
+        """Rows that are added to partial sums are whole, but what they are made of passes through a module that only hands it on (the
+        identity among LongCat's experts): from there on the first rank alone has it, so that it counts once."""
+        into, value = op.inputs()[0], op.inputs()[-1]
+        if self.flow.is_partial(value) or not (self.flow.is_partial(into) or self._is_zero(into)):
+            return False
+        while value not in self.graph.handed_on:
+            made = self.graph.producer[value]
+            if made is None or self.graph.consumers[value] != [op.index]:
+                return False
+            op = self.graph.op(made)
+            if self.graph.axes.effects[made].kind not in ("linear", "mul"):
+                return False
+            value = op.inputs()[0]
+        if self.graph.consumers[value] != [op.index] or self.graph.leaves[value] & self.flow.chosen:
+            return False
+        self.flow.alone[value] = self.graph.handed_on[value]
+        self.flow.partial.add(value)
+        self.push(op.index)
         return True
 
     def _reduce_all(self, values: list[int], op: Op) -> None:

@@ -69,6 +69,7 @@ _OPERATIONS = {
     "hold": "waits to be added up, nothing sent",
     "mean": "all-reduce of a mean, both ways",
     "row": "all-reduce of a row of a table",
+    "once": "counts on the first rank, nothing sent",
 }
 
 

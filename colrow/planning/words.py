@@ -192,6 +192,10 @@ class _Words:
             out += [(b, replace(self.region(b, "hold", f"waits, to be added up with others at {due}"), shares=due)) for b in places]
         out += [pair for i in flow.means for pair in self.means(i)]
         out += [self.row(i) for i in flow.rows]
+        out += [
+            (b, self.region(b, "once", "added to partial sums as it is, so one rank has it and the others zeros"))
+            for b in flow.alone.values()
+        ]
         for borders in self.choice.gradients.copies.values():
             first, *others = sorted(borders, key=lambda b: (*self._position(b), b.arg))
             made = replace(self.region(first, "copy", self.why_copy(first)), kept=not self._only_multiples(first.value))

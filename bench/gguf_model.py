@@ -1,8 +1,9 @@
-"""Writes a Llama model's folder as a GGUF file for llama.cpp, in bfloat16 or Q8_0, tensor by tensor, without a vocabulary.
+"""Writes a Llama model's folder as a GGUF file for llama.cpp, in bfloat16 or Q8_0, tensor by tensor.
 
     python bench/gguf_model.py FOLDER OUT.gguf [--kind BF16|Q8_0]
 
-Only plain Llama (no biases, no scaled rotary positions), which is what bench/random_model.py makes. Norms are float32, as in llama.cpp.
+Only plain Llama (no biases, no scaled rotary positions), which is what bench/random_model.py makes, with its tokenizer of byte-level pairs.
+Norms are float32, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -52,7 +54,7 @@ def write(folder: Path, out: Path, kind: Kind) -> None:
     w.add_layer_norm_rms_eps(config["rms_norm_eps"])
     w.add_vocab_size(config["vocab_size"])
     w.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if kind is Kind.Q8_0 else gguf.LlamaFileType.MOSTLY_BF16)
-    w.add_tokenizer_model("no_vocab")
+    _add_vocabulary(w, json.loads((folder / "tokenizer.json").read_text())["model"], config)
     places = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {name: safe_open(folder / name, "pt") for name in set(places.values())}
     order = [name for name in places if name.removesuffix(".weight") in OUTSIDE or name.startswith("model.layers.")]
@@ -76,6 +78,18 @@ def write(folder: Path, out: Path, kind: Kind) -> None:
         w.write_tensor_data(gguf.quants.quantize(values.float().numpy(), stored(name)))
     w.close()
     beside.rename(out)
+
+
+def _add_vocabulary(w: gguf.GGUFWriter, model: dict[str, Any], config: dict[str, Any]) -> None:
+    names = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    names += [f"<unused {at}>" for at in range(len(names), config["vocab_size"])]
+    w.add_tokenizer_model("gpt2")
+    w.add_tokenizer_pre("gpt-2")
+    w.add_token_list(names)
+    w.add_token_types([gguf.TokenType.NORMAL] * len(names))
+    w.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
+    w.add_eos_token_id(config["eos_token_id"])
+    w.add_add_bos_token(False)
 
 
 def there(name: str) -> str:

@@ -2,13 +2,14 @@
 
     python bench/random_model.py llama-2-7b FOLDER [--dtype bfloat16] [--shard-gb 1]
 
-The shapes are those of `colrow plan` (colrow/planning/shapes.py), or a config.json. Weights are N(0, 0.02), norms are ones. A tokenizer of
-single bytes comes with it, so that every command works.
+The shapes are those of `colrow plan` (colrow/planning/shapes.py), or a config.json. Weights are N(0, 0.02), norms are ones. A tokenizer
+comes with it, so that every command works, in which each token of the model has a text.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import struct
 import time
@@ -32,7 +33,7 @@ def write(config: PreTrainedConfig, folder: Path, dtype: torch.dtype = torch.bfl
     folder.mkdir(parents=True, exist_ok=True)
     config.dtype = dtype
     config.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    tokenizer(config.get_text_config().vocab_size).save_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -79,9 +80,15 @@ def _write(file: Path, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype, dr
                 out.write(values.view(torch.uint8).numpy().data)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte."""
-    made = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
+def tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """One token a byte, then pairs and threes of letters, until there are `size` tokens: any text can be written, any token read."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = [letter for letter in letters if letter.isascii()]
+    pairs = itertools.product(printable, printable)
+    threes = (("".join(pair), letter) for pair in itertools.product(printable, printable) for letter in printable)
+    merges = list(itertools.islice(itertools.chain(pairs, threes), max(size - len(letters), 0)))
+    vocab = {name: at for at, name in enumerate([*letters, *map("".join, merges)])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=made)
 

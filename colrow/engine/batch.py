@@ -5,10 +5,11 @@
     while batch.step(outputs.extend): ...               # every rank, until rank 0 calls close()
 
 Each sequence has its own cache, and its arithmetic, and with it its greedy tokens, are bit-equal alone and in any company. Prompts go
-through the model's modules, each by itself, in pieces that do not depend on the others; beginnings that were computed before are not
-computed again (prefixes.py, blocks.py). New tokens of all sequences go through the engine's program together, which reads weights once a
-step and computes each row as it would alone. For models without a program (decoder.py says why) they go through the modules, each sequence
-by itself, so that weights are read once for each; `fast` makes it once a step (together.py).
+through the model's modules, each by itself, in pieces that do not depend on the others (several of one prompt at once where that changes no
+bit: joined.py); beginnings that were computed before are not computed again (prefixes.py, blocks.py). New tokens of all sequences go
+through the engine's program together, which reads weights once a step and computes each row as it would alone. For models without a program
+(decoder.py says why) they go through the modules, each sequence by itself, so that weights are read once for each; `fast` makes it once a
+step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """
@@ -23,6 +24,7 @@ import torch
 from ..comm.collectives import broadcast_object
 from ..comm.group import Group
 from ..errors import RankError
+from . import joined
 from .blocks import Blocks, plain
 from .engine import Engine, RowText
 from .forward import Forward, vocabulary
@@ -45,6 +47,7 @@ class Batch:
         self._blocks = Blocks()
         engine.decoder.prepare()
         self._program = engine.decoder.program
+        self._joins = joined.joinable(self._forward, engine.group, engine.context)
         self._together = Together(self._forward) if fast and self._program is None else None
         self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
@@ -100,18 +103,20 @@ class Batch:
         rows: list[Row] = []
         prompts: list[tuple[TokenLogprob, ...] | None] = []  # of each run
         ready = self._decode_together(runs)
-        for run in runs:
-            held = self._held[run.id]
+        for pieces in joined.groups(runs, self._joins):
+            run, held = pieces[-1], self._held[pieces[-1].id]
             self.decoded += run.new > 0
             if run.id in ready:
                 logits = ready[run.id][None]
             else:
                 self.group.counters.phase = "decode" if run.new else "prefill"
-                ids = torch.tensor([run.tokens], device=self.group.device)
+                ids = torch.tensor([[token for piece in pieces for token in piece.tokens]], device=self.group.device)
                 logits, held.past = self._forward(ids, None, as_cache(held.past), every=run.every)
-            held.length += len(run.tokens)
-            if run.keep:
-                self._keep(run, as_cache(held.past))
+            for piece in pieces:
+                held.length += len(piece.tokens)
+                if piece.keep:
+                    self._keep(piece, as_cache(held.past))
+            prompts += [()] * (len(pieces) - 1)
             prompts.append(self._prompt_logprobs(run, held.request, logits[0]) if run.every else ())
             logits = logits[:, -1] if run.every else logits
             if run.chooses:

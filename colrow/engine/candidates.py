@@ -44,8 +44,12 @@ def offer(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling, count: in
         return out
     scores = scale(logits, sampling)
     out[:, 0] = (torch.isnan(scores) | (scores == float("inf"))).sum(1)
+    if sampling.greedy:  # of all rows at once; of equal scores argmax takes the first
+        best = scores.argmax(1, keepdim=True)
+        out[:, OFFER_HEAD], out[:, OFFER_HEAD + 1] = scores.gather(1, best)[:, 0], ids[best[:, 0]].double()
+        return out
     for row, line in enumerate(scores):
-        if sampling.single and not sampling.greedy:
+        if sampling.single:
             line = line + gumbel(sampling.seed, row, step, ids)
         best = top(line, count)
         out[row, OFFER_HEAD : OFFER_HEAD + len(best)] = line[best]
@@ -91,6 +95,17 @@ def tables(offers: torch.Tensor, ranks: int) -> list[Table]:
         total = torch.logsumexp(lines[:, 2], 0).item()
         out.append(Table(scores[by_id][best], ids[best], lines[:, 1].max().item(), total))
     return out
+
+
+def likeliest(offers: torch.Tensor, ranks: int) -> list[int | None]:
+    """The token of each row of greedy rows' gathered `offers` [ranks * rows, 5]: the largest score, of equal ones the lowest id. None where
+    `check` would raise."""
+    lines = _by_row(offers, ranks)
+    scores, ids = lines[:, :, OFFER_HEAD], lines[:, :, OFFER_HEAD + 1]
+    best = scores.max(1).values
+    tokens = torch.where((scores == best[:, None]) & (ids >= 0), ids, float("inf")).min(1).values
+    fine = (lines[:, :, 0].sum(1) == 0) & (best > float("-inf"))
+    return [int(token) if ok else None for token, ok in zip(tokens.tolist(), fine.tolist(), strict=True)]
 
 
 def decide(table: Table, sampling: Sampling, row: int, step: int) -> int | None:

@@ -15,12 +15,13 @@ import torch
 from ..comm.collectives import all_gather, broadcast_object
 from ..comm.group import Group
 from ..partition import Partition
-from .candidates import OFFER_HEAD, NonFiniteLogits, check, decide, offer, tables, width
+from .candidates import NonFiniteLogits, check, decide, likeliest, offer, tables, width
 from .columns import columns, gathered
 from .exchange import CANDIDATES
 from .request import Request, TokenLogprob
 from .sampling import choose, penalize
 from .scheduler import Chosen
+from .settings import Sampling
 
 WIDEN = "engine.widen"
 
@@ -70,32 +71,45 @@ class Mixed:
     def _from_candidates(self, rows: Sequence[Row], short: Sequence[int], found: dict[int, Chosen]) -> list[int]:
         """Puts rank 0's choices into `found`; returns, on every rank, the rows whose candidates do not reach."""
         mine, vocab = self._ids[self.group.rank], sum(map(len, self._ids))
+        sets = _alike([rows[at].request.sampling for at in short], short)
         offers = []
-        for at in short:
-            row, count = rows[at], width(rows[at].request.sampling, vocab)
-            offers.append(offer(row.logits[None, : len(mine)].cpu(), mine, row.request.sampling, count, row.number).flatten())
+        for places in sets:
+            sampling, count = rows[places[0]].request.sampling, width(rows[places[0]].request.sampling, vocab)
+            logits = torch.stack([rows[at].logits[: len(mine)] for at in places]).cpu()
+            offers.append(offer(logits, mine, sampling, count, rows[places[0]].number).flatten())
         flat = torch.cat(offers)
         every = all_gather(flat, self.group, CANDIDATES, 0, [len(flat)] * self.group.size).view(self.group.size, -1)
         missing: list[int] = []
         if self.group.rank == 0:
             start = 0
-            for at in short:
-                sampling = rows[at].request.sampling
-                size = OFFER_HEAD + 2 * width(sampling, vocab)
-                lines, start = every[:, start : start + size], start + size
-                try:
-                    check(lines, self.group.size)
-                except NonFiniteLogits:
-                    found[at] = Chosen(error=NOT_FINITE)
-                    continue
-                token = decide(tables(lines, self.group.size)[0], sampling, 0, rows[at].number)
-                if token is None:
-                    missing.append(at)
-                else:
-                    found[at] = Chosen(token)
+            for places, one in zip(sets, offers, strict=True):
+                lines = every[:, start : start + len(one)].reshape(self.group.size * len(places), -1)
+                start += len(one)
+                found |= self._decided([rows[at] for at in places], places, lines)
+            missing = [at for at in short if at not in found]
         if all(reaches(rows[at].request) for at in short):
             return []
         return broadcast_object(missing, self.group, WIDEN)
+
+    def _decided(self, rows: Sequence[Row], places: Sequence[int], lines: torch.Tensor) -> dict[int, Chosen]:
+        """The choices of one offer's `rows`, at `places`, from all ranks' `lines`; a row whose candidates do not reach has none."""
+        sampling = rows[0].request.sampling
+        if sampling.greedy:
+            tokens = likeliest(lines, self.group.size)
+            return {at: Chosen(error=NOT_FINITE) if token is None else Chosen(token) for at, token in zip(places, tokens, strict=True)}
+        try:
+            check(lines, self.group.size)
+        except NonFiniteLogits:
+            return {places[0]: Chosen(error=NOT_FINITE)}
+        token = decide(tables(lines, self.group.size)[0], sampling, 0, rows[0].number)
+        return {} if token is None else {places[0]: Chosen(token)}
+
+
+def _alike(settings: Sequence[Sampling], places: Sequence[int]) -> list[list[int]]:
+    """`places` whose offers are made at once: the greedy ones, which all follow one rule; each of the others by itself."""
+    greedy = [at for sampling, at in zip(settings, places, strict=True) if sampling.greedy]
+    others = [[at] for sampling, at in zip(settings, places, strict=True) if not sampling.greedy]
+    return [greedy, *others] if greedy else others
 
 
 NOT_FINITE = "the model's logits are NaN or infinite, so any token would be noise: try --dtype float32, and colrow verify on the model"

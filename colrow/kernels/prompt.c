@@ -3,7 +3,8 @@
  * Queries of all heads that share a KV head go together, a block of them at a time. Keys and values of a KV head are laid out once so that
  * sixteen keys (or features) are neighbours, pair by pair. A block's scores are float32 and stay in the cache; its softmax is rounded to
  * bfloat16 before it is divided by its sum, so that the largest weight is exact, and values are added up in float32. A causal block is
- * multiplied with keys up to its own end only. A row's sums have one order, whatever else is computed.
+ * multiplied with keys up to its own end only. A row's sums have one order, whatever else is computed
+ * and however many keys come after it.
  */
 #include "vector.h"
 
@@ -79,7 +80,7 @@ static void pack_values(const uint16_t *v, int64_t stride, int64_t keys, int64_t
 
 /* Turns the first `count` scores of a row into weights, of which those that are not seen are 0, like those up to `end`. Returns their sum. */
 PAIRS static float weigh(float *s, uint16_t *weights, int64_t count, int64_t end, float scale, const uint8_t *seen) {
-    float top = -INFINITY, sum = 0;
+    float top = -INFINITY;
     if (seen)
         for (int64_t t = 0; t < count; t++) s[t] = seen[t] ? s[t] * scale : -INFINITY;
     else
@@ -94,12 +95,11 @@ PAIRS static float weigh(float *s, uint16_t *weights, int64_t count, int64_t end
     for (int i = 0; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
     for (; t < count; t++) top = s[t] > top ? s[t] : top;
     for (t = 0; t < count; t++) s[t] = s[t] == -INFINITY ? 0 : exponential(s[t] - top);
-    Floats sums = {0};
-    for (t = 0; t + LANES <= count; t += LANES) sums += load_f32(s + t);
-    for (; t < count; t++) sum += s[t];
-    for (t = 0; t < count; t++) weights[t] = to_bf16(s[t]);
-    for (; t < end; t++) weights[t] = 0;
-    return total(sums) + sum;
+    for (; t < end; t++) s[t] = 0;
+    Floats sums = {0}; /* a key's weight is added in the same lane however many keys there are, and zeros change nothing */
+    for (t = 0; t < end; t += LANES) sums += load_f32(s + t);
+    for (t = 0; t < end; t++) weights[t] = to_bf16(s[t]);
+    return total(sums);
 }
 
 /* The attention of one KV head's queries, of every `parts`-th block from `part` on. 0, or 1 where there is no memory. */

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import runpy
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from colrow.comm.group import single
+from colrow.comm.group import Group, single
+from colrow.comm.local import run_threads
 from colrow.engine.engine import Engine
 from colrow.engine.forward import Forward
 from colrow.kernels import prompt
 from colrow.parallel import prompt_attention
 from colrow.parallel.attention import Heads, mapped_attention
+from colrow.parallel.build import parallelize
+from colrow.planning.derive import derive
 
 from . import tiny
 
@@ -98,6 +105,7 @@ def test_bits_depend_neither_on_threads_nor_on_later_positions(way: str) -> None
 
 
 def test_maps_of_heads_that_are_not_regular(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt_attention.install(torch.nn.Identity())
     q, k, v = qkv(1, 5, 2, 40, 40, 16)
     config = SimpleNamespace(_attn_implementation="colrow", unsplit=SimpleNamespace(_attn_implementation="sdpa"))
     mapped = module(1, colrow_heads=Heads((0, 0, 0, 1, 1), 2), config=config, colrow_prompts=True)
@@ -156,3 +164,45 @@ def test_eager_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     Engine(model, single())
     monkeypatch.setattr(prompt_attention, "prompt_attention", None)
     Forward(model)(torch.tensor([[1, 2, 3]]), None, None)
+
+
+def test_an_attention_that_a_user_has_registered_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def own(module: Any, *args: Any, **kwargs: Any) -> Any:
+        called.append(type(module).__name__)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", own)
+    with warnings.catch_warnings(action="ignore"):  # that it was imported before
+        runpy.run_module("colrow.parallel.prompt_attention")
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own, "importing takes nothing over"
+    whole = tiny.whole(tiny.config("llama"), torch.float64, attention="sdpa")
+    ids = [1, 2, 3, 4]
+    expected = Forward(whole)(torch.tensor([ids]), None, None)[0]
+    called.clear()
+
+    def rank(group: Group) -> torch.Tensor:
+        part: Any = parallelize(copy.deepcopy(whole), derive(whole.config, 2), group)
+        return Forward(Engine(part, group).model)(torch.tensor([ids]), None, None)[0]
+
+    found = run_threads(rank, 2)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-10)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is own
+    assert called
+
+
+def test_transformers_own_attention_is_taken_over_for_marked_modules_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+    asked: list[Any] = []
+
+    def ours(module: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(module)
+
+    monkeypatch.setattr(prompt_attention, "prompt_attention", ours)
+    marked, other = torch.nn.Identity(), torch.nn.Identity()
+    prompt_attention.install(marked)
+    ALL_ATTENTION_FUNCTIONS["sdpa"](marked, *qkv(1, 2, 2, 3, 3, 8), None)
+    out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](other, *qkv(1, 2, 2, 3, 3, 8), None)
+    assert asked == [marked]
+    assert out.shape == (1, 3, 2, 8)

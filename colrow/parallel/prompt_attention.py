@@ -6,9 +6,10 @@ softmax bfloat16, as in the fused kernel. A causal block is multiplied only with
 the processor's cache.
 
 transformers' sdpa attention stays what it is called: some families' code asks for that name and does something else under any other
-(Falcon's prompts would see later tokens). What the name stands for is a function that looks whether `install` has marked the module, and
-leaves all else to transformers': single tokens, other dtypes and devices, training, masks that hide a whole row. Not here: which heads a
-rank has, and maps of heads that are not regular (attention.py).
+(Falcon's prompts would see later tokens). Once `install` is called, what the name stands for is a function that looks whether `install` has
+marked the module, and leaves all else to transformers': single tokens, other dtypes and devices, training, masks that hide a whole row. An
+"sdpa" that a user has registered stays theirs, for every model. Not here: which heads a rank has, and maps of heads that are not regular
+(attention.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from ..kernels import prompt
 
@@ -30,10 +31,12 @@ def install(model: nn.Module) -> None:
     """Wherever a module of the model calls transformers' sdpa attention, `prompt_attention` answers from now on."""
     for module in model.modules():
         module.colrow_prompts = True  # type: ignore[assignment]
+    if ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward:
+        AttentionInterface.register("sdpa", sdpa)
 
 
 def sdpa(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """What "sdpa" stands for in transformers' registry."""
+    """What "sdpa" stands for in transformers' registry once something is installed."""
     function = prompt_attention if getattr(module, "colrow_prompts", False) else sdpa_attention_forward
     return function(module, *args, **kwargs)
 
@@ -101,6 +104,3 @@ def _in_blocks(
         weights = torch.softmax(scores, -1).to(value.dtype)
         out[:, first:last] = torch.bmm(weights, values[:, :seen]).view(batch, heads, size, -1).transpose(1, 2)
     return out
-
-
-AttentionInterface.register("sdpa", sdpa)

@@ -200,7 +200,7 @@ def medians(results: list[Result]) -> list[Result]:
 def _median(values: list[Any]) -> Any:
     first = values[0]
     if isinstance(first, dict):
-        return {key: _median([value[key] for value in values]) for key in first}
+        return {key: _median([value[key] for value in values if key in value]) for value in values for key in value}
     return statistics.median(values) if isinstance(first, float) else first
 
 
@@ -210,9 +210,9 @@ def lines(results: list[Result]) -> Iterator[str]:
     found = [r for r in found if "clients" in r]
     yield f"clients {'':16} runs requests/s tokens/s  ratio   first token ms       next token ms  (median, 99 %; ratio: to the first line)"
     for count in dict.fromkeys(count for r in found for count in r["clients"]):
-        for r in found:
-            one = r["clients"][count]
-            ratio = one["tokens"] / found[0]["clients"][count]["tokens"]
+        those = [(r, r["clients"][count]) for r in found if count in r["clients"]]
+        for r, one in those:
+            ratio = one["tokens"] / those[0][1]["tokens"]
             yield (
                 f"{count:>7} {r['name']:16} {r['runs']:4} {one['requests']:10.2f} {one['tokens']:8.1f} {ratio:6.2f}"
                 f" {one['first']:8.0f} {one['first99']:8.0f}  {one['next']:9.1f} {one['next99']:9.1f}"

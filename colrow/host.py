@@ -144,14 +144,14 @@ class Engine:
         engine.request.Request (ignore_eos, logprobs, logit_bias, ...). UserError for prompts that are empty or too long."""
         self._check()
         ids = tuple(encode(self.tokenizer, prompt, raw))
-        limit, vocab = self.ready.context, self.ready.vocab
+        limit, vocab, room = self.ready.context, self.ready.vocab, self.ready.room(len(ids))
         if not ids:
             raise UserError("the prompt has no tokens", works="a text that is not empty")
         if not 0 <= min(ids) <= max(ids) < vocab:
             raise UserError("token ids must lie in the vocabulary", f"{min(ids)} to {max(ids)}", f"0 to {vocab - 1}")
-        if len(ids) >= limit:
+        if room < 1:
             raise UserError(f"the prompt leaves no room in {limit} tokens", f"{len(ids)} tokens", f"at most {limit - 1}")
-        most = limit - len(ids) if max_new_tokens is None else min(max_new_tokens, limit - len(ids))
+        most = room if max_new_tokens is None else min(max_new_tokens, room)
         request = Request(self._next, ids, sampling or Sampling(), most, (stop,) if isinstance(stop, str) else tuple(stop), **more)
         self._next += 1
         self._running.add(request.id)
@@ -253,7 +253,7 @@ def _on_ranks(group: Group, files: ModelFiles, options: dict[str, Any], limits: 
     from .serve.worker import work
 
     yield "opening the model"
-    yield from work(group, api.open_engine(files, group, "Engine", translators=False, **options), limits, where)
+    yield from work(group, api.open_engine(files, group, "Engine", **options), limits, where)
 
 
 def _accept(listener: Listener, accepted: list[Connection]) -> None:

@@ -11,8 +11,10 @@ from colrow.__main__ import main
 from colrow.checkpoint.model_dir import find
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
+from colrow.engine.batch import Batch
 from colrow.engine.engine import Engine
 from colrow.engine.generate import generate
+from colrow.engine.request import Output, Request
 from colrow.engine.settings import Sampling
 from colrow.engine.stopping import Limits
 from colrow.engine.translate import start_tokens
@@ -24,6 +26,8 @@ from colrow.proof.noise import add_noise
 from colrow.proof.verify import verify
 
 from .families import ENCODERS, TRANSLATORS
+from .serving import served
+from .test_engine_batch import answers, at_once, serve
 from .test_engine_text import byte_level
 
 PROMPTS = ["Hello there", "a", "one two three"]
@@ -38,7 +42,7 @@ def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def speaking(family: str, forced: int | None = None, **changes: Any) -> Any:
     """A model whose vocabulary is that of the byte-level tokenizer, and that does not stop by itself."""
     config = {**TRANSLATORS, **ENCODERS}[family]()
-    for key, value in {"vocab_size": 257, "eos_token_id": 256, **changes}.items():
+    for key, value in {"vocab_size": 257, "decoder_vocab_size": 257, "eos_token_id": 256, **changes}.items():
         setattr(config, key, value)
     model = build(config, dtype=torch.float32).eval()
     add_noise(model)
@@ -84,6 +88,59 @@ def test_every_prompt_of_a_batch_gets_what_it_would_get_alone(family: str, ranks
         assert found == expected
 
 
+def request(number: int, prompt: str, **more: Any) -> Request:
+    return Request(number, tuple(byte_level()(prompt)["input_ids"]), **{"max_new_tokens": NEW, **more})
+
+
+@pytest.mark.parametrize(("family", "forced"), [("t5", None), ("bart", 7), ("marian", None)])
+def test_many_at_once_get_what_transformers_gives_each(family: str, forced: int | None) -> None:
+    """In the batch of a server: requests that come and go, pause, and read prompts longer than a step has room for."""
+    prompts = [*PROMPTS, "a longer prompt than eight tokens", "Hello there"]
+    requests = [request(at, prompt, max_new_tokens=NEW - (forced is not None)) for at, prompt in enumerate(prompts)]
+    whole = speaking(family, forced)
+    expected = {at: alone(whole, prompt) for at, prompt in enumerate(prompts)}
+    for ranks in (1, 2, 3):
+
+        def rank(group: Group) -> list[Output]:
+            return serve(group, whole, at_once(requests), cache_tokens=112, max_running=4, chunk=8)
+
+        split = run_threads(rank, ranks) if ranks > 1 else [rank(single())]
+        found = answers(split[0])
+        assert {at: tokens for at, (tokens, _, _) in found.items()} == expected
+    gone = request(9, "who goes away"), request(10, "")
+
+    def script(batch: Batch, step: int, outputs: list[Output]) -> bool:
+        if step == 0:
+            for asked in (*gone, *requests):
+                batch.add(asked)
+        if step == 3:
+            batch.abort(9)
+        return batch.idle
+
+    found = answers(serve(single(), whole, script, fast=True))
+    assert {at: found[at][0] for at in expected} == expected
+    assert (found[9][2], found[10][2]) == ("abort", "error")
+
+
+def test_served_over_http() -> None:
+    whole = speaking("bart", 7)
+    with served(whole, byte_level()) as server:
+        answer = server.ask("/v1/completions", {"prompt": PROMPTS, "max_tokens": NEW - 1, "temperature": 0})[1]
+        texts = Engine(whole, single(), byte_level()).complete(PROMPTS, max_new_tokens=NEW - 1)
+        assert [choice["text"] for choice in answer["choices"]] == texts
+        assert answer["usage"]["prompt_tokens"] == sum(len(byte_level()(prompt)["input_ids"]) for prompt in PROMPTS)
+        limit = server.ask("/v1/models")[1]["data"][0]["max_model_len"]
+        assert limit == whole.config.max_position_embeddings
+        full = {"prompt": "x" * limit, "max_tokens": 1, "temperature": 0}
+        assert server.ask("/v1/completions", full)[0] == 200, "the answer has a length of its own"
+        status, body = server.ask("/v1/completions", {**full, "prompt": "x" * (limit + 1)})
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        long = server.ask("/v1/completions", {**full, "max_tokens": 1000, "ignore_eos": True})[1]
+        assert long["usage"]["completion_tokens"] == limit - 2
+        status, body = server.ask("/v1/completions", {**full, "echo": True, "logprobs": 1})
+        assert (status, body["error"]["param"]) == (400, "echo")
+
+
 def test_generate_of_a_split_model_is_transformers_own() -> None:
     whole = speaking("t5")
     ids = torch.tensor([[5, 9, 2, 7], [3, 3, 8, 1]])
@@ -116,7 +173,6 @@ def _clip(folder: Any) -> str:
         ("bert", ["run", "-p", "x"], "run needs a model that generates text, got BertForMaskedLM"),
         ("whisper", ["run", "-p", "x"], "this one takes input_features"),
         ("t5", ["chat"], "chat needs a decoder alone"),
-        pytest.param("t5", ["serve", "--port", "0"], "colrow: serve needs a decoder alone", marks=pytest.mark.process),
         ("t5", ["verify", "--stream"], "verify --stream needs a decoder alone"),
         ("vit", ["plan", "--html", "p.html"], "which this model does not"),
         ("bart", ["plan", "--train"], "plan --train needs a decoder alone"),

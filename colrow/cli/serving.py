@@ -16,7 +16,7 @@ from .opening import open_engine
 def serve(group: Group, opening: Opening, limits: Limits, where: Where) -> Iterator[Any]:
     """Stages of the start, then what worker.work yields."""
     stages = Stages()
-    engine = yield from open_engine(group, opening, stages, "serve")
+    engine = yield from open_engine(group, opening, stages, "serve", translators=True)
     yield str(stages.results.get("gate", "gate: not run"))
     yield str(stages.results["decoding"])
     yield from work(group, engine, limits, where)

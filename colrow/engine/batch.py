@@ -8,8 +8,8 @@ Each sequence has its own cache, and its arithmetic, and with it its greedy toke
 through the model's modules, each by itself, in pieces that do not depend on the others (several of one prompt at once where that changes no
 bit: joined.py); beginnings that were computed before are not computed again (prefixes.py, blocks.py). New tokens of all sequences go
 through the engine's program together, which reads weights once a step and computes each row as it would alone. For models without a program
-(decoder.py says why) they go through the modules, each sequence by itself, so that weights are read once for each; `fast` makes it once a
-step (together.py).
+(decoder.py says why; encoder-decoders are such) they go through the modules, each sequence by itself, so that weights are read once for
+each; `fast` makes it once a step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """
@@ -33,6 +33,7 @@ from .request import Output, Request, Run, Step, TokenLogprob
 from .scheduler import Chosen, Scheduler
 from .slots import as_cache, as_slot
 from .together import Held, Together
+from .translate import Translate, taken_apart
 
 STEP = "engine.step"
 
@@ -42,6 +43,7 @@ class Batch:
 
     def __init__(self, engine: Engine, cache_tokens: int, fast: bool = False, **options: Any) -> None:
         self.group: Group = engine.group
+        self._model = engine.model
         self._forward, self._mixed = Forward(engine.model), Mixed(engine.group, vocabulary(engine.model))
         self._held: dict[int, Held] = {}
         self._blocks = Blocks()
@@ -58,7 +60,7 @@ class Batch:
 
     def add(self, request: Request) -> None:
         """Rank 0: the request takes part from the next step on, or waits for room."""
-        self._on_rank_0.add(request)
+        self._on_rank_0.add(taken_apart(self._model, request) if request.ids else request)
 
     def abort(self, id: int) -> None:
         """Rank 0: the request ends with the next step; an output says so."""
@@ -88,7 +90,8 @@ class Batch:
             self._held.pop(id, None)
         self._blocks.forget(step.forgotten)
         for request in step.added:
-            self._held[request.id] = Held(request)
+            encodes = Translate(self._model, [request.source], self.group.device) if request.source else None
+            self._held[request.id] = Held(request, encodes or self._forward)
         for load in step.loads:
             held = self._held[load.id]
             held.past = self._blocks.extended(as_cache(held.past), load.keys)
@@ -111,7 +114,7 @@ class Batch:
             else:
                 self.group.counters.phase = "decode" if run.new else "prefill"
                 ids = torch.tensor([[token for piece in pieces for token in piece.tokens]], device=self.group.device)
-                logits, held.past = self._forward(ids, None, as_cache(held.past), every=run.every)
+                logits, held.past = held.forward(ids, None, as_cache(held.past), every=run.every)
             for piece in pieces:
                 held.length += len(piece.tokens)
                 if piece.keep:

@@ -12,7 +12,8 @@ from .settings import Sampling
 @dataclass(frozen=True)
 class Request:
     """One sequence to be made. `ids`: its prompt. `logprobs` and `prompt_logprobs`: how many alternatives beside the token itself, None for
-    no log-probabilities. `seconds`: how long it may take from its arrival, waiting included. UserError for values out of range."""
+    no log-probabilities. `seconds`: how long it may take from its arrival, waiting included. `source`: what an encoder-decoder's encoder
+    reads; `ids` is then what the decoder begins with. UserError for values out of range."""
 
     id: int
     ids: tuple[int, ...]
@@ -26,6 +27,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     seconds: float | None = None
+    source: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -47,7 +49,7 @@ class Request:
     @property
     def cache_tokens(self) -> int:
         """Positions of the cache that it may come to hold."""
-        return len(self.ids) + self.max_new_tokens
+        return len(self.source) + len(self.ids) + self.max_new_tokens
 
 
 @dataclass(frozen=True)

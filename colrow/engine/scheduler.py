@@ -57,6 +57,11 @@ class Sequence:
     def length(self) -> int:
         return len(self.request.ids) + len(self.new)
 
+    @property
+    def room(self) -> int:
+        """Positions of the cache, with its next token."""
+        return _blocks(len(self.request.source) + self.length + 1)
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -100,7 +105,7 @@ class Scheduler:
     @property
     def used(self) -> int:
         """Positions of the blocks that running sequences hold or come to, each with room for its next token."""
-        return sum(_blocks(sequence.length + 1) for sequence in self.running.values())
+        return sum(sequence.room for sequence in self.running.values())
 
     def add(self, request: Request) -> None:
         """Queues the request. One that can never run ends at once, with an error."""
@@ -142,9 +147,10 @@ class Scheduler:
                 runs.append(self._run(sequence, at, at + 1))
             while at < prompt:
                 end = min(next_cut(at, self.chunk), prompt)
-                if end - at > room or self._comes(sequence, at, end):
+                size = end - at + (len(sequence.request.source) if at == 0 else 0)  # what an encoder reads, it reads at once
+                if (size > room and room < self.chunk) or self._comes(sequence, at, end):
                     break
-                room -= end - at
+                room -= size
                 runs.append(self._run(sequence, at, end))
                 at = end
         dropped, self._dropped = tuple(self._dropped), []
@@ -246,7 +252,7 @@ class Scheduler:
         of each that runs."""
         added: list[Sequence] = []
         while self.waiting and len(self.running) < self.max_running:
-            need = _blocks(self.waiting[0].length + 1) + (BLOCK * len(self.running) if self.running else 0)
+            need = self.waiting[0].room + (BLOCK * len(self.running) if self.running else 0)
             self._forget(need)
             if self.running and self.used + need > self.cache_tokens:
                 break

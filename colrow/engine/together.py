@@ -23,9 +23,11 @@ from .request import Request
 
 @dataclass
 class Held:
-    """What every rank keeps of a running sequence: its cache (None while it is a row of a batch), the positions in it."""
+    """What every rank keeps of a running sequence: how the model is called for it (an encoder-decoder also with what its encoder made of
+    the prompt), its cache (None while it is a row of a batch), the positions in it."""
 
     request: Request
+    forward: Forward
     past: Any = None
     length: int = 0
 

@@ -1,12 +1,14 @@
 """Encoder-decoders: the prompt goes into the encoder, once; what is generated is the decoder's own sequence.
 
-`Translate(model, prompts)` is to such a model what forward.Forward is to a causal one. `starts` are the decoder's first tokens, which the
-model's generation config names. Not here: models whose encoder takes no tokens (Whisper); an end token forced upon a text that is cut off.
+`Translate(model, prompts)` is to such a model what forward.Forward is to a causal one, for these prompts. `starts` are the decoder's first
+tokens, which the model's generation config names. Not here: models whose encoder takes no tokens (Whisper); an end token forced upon a
+text that is cut off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch
 from ..errors import UserError
 from ..planning.inputs import encoded
 from .forward import Forward, local_logits
+from .request import Request
 
 
 class Translate(Forward):
@@ -36,6 +39,13 @@ class Translate(Forward):
             more["encoder_outputs"] = self._encoded
             out = self.model(attention_mask=self._mask, decoder_input_ids=ids, use_cache=True, **more)
         return (out.logits if every else out.logits[:, -1]), self._past(out)
+
+
+def taken_apart(model: Any, request: Request) -> Request:
+    """A request as it came, whose `ids` are the whole prompt, as one for this model: an encoder reads that."""
+    if not model.config.is_encoder_decoder:
+        return request
+    return replace(request, ids=tuple(start_tokens(model)), source=request.ids)
 
 
 def start_tokens(model: Any) -> list[int]:

@@ -145,7 +145,7 @@ async def _accept(service: Service, data: Any, kind: type[ChatBody] | type[TextB
         prompts = [await asyncio.to_thread(chat_prompt, body, bridge.tokenizer)]
     else:
         prompts = await asyncio.to_thread(text_prompts, body, bridge.tokenizer)
-    wanted = requests(body, prompts, ready.context, ready.vocab, service.limits.seconds)
+    wanted = requests(body, prompts, ready, service.limits.seconds)
     if bridge.open_requests + len(wanted) > service.limits.running + service.limits.queue:
         raise Refused("too many requests are waiting", 429, code="queue_full", kind="rate_limit_error")
     echo = [bridge.tokenizer.decode(ids) for ids in prompts] if getattr(body, "echo", False) else []

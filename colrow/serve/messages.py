@@ -46,7 +46,8 @@ class Where:
 @dataclass(frozen=True)
 class Ready:
     """`context`: the longest sequence, prompt and new tokens, that model and cache allow. `pids` and `parameters` (bytes) by rank.
-    `shares`: whether beginnings of prompts are kept for later requests."""
+    `shares`: whether beginnings of prompts are kept for later requests. `starts`: how many tokens the decoder of an encoder-decoder begins
+    with, 0 for other models."""
 
     context: int
     vocab: int
@@ -54,6 +55,13 @@ class Ready:
     pids: tuple[int, ...]
     parameters: tuple[int, ...]
     shares: bool = True
+    starts: int = 0
+
+    def room(self, prompt: int) -> int:
+        """New tokens that fit behind a prompt of so many; negative where it is too long itself."""
+        if not self.starts or prompt > self.context:
+            return self.context - prompt
+        return min(self.context, self.cache_tokens - prompt) - self.starts
 
 
 @dataclass(frozen=True)

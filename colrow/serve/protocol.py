@@ -14,6 +14,7 @@ from ..engine.prompts import check_text, encode, has_template
 from ..engine.request import Request
 from ..engine.settings import Sampling
 from ..errors import UserError
+from .messages import Ready
 
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -135,11 +136,14 @@ def text_prompts(body: TextBody, tokenizer: Any) -> list[list[int]]:
         raise Refused(str(error), param="prompt") from None
 
 
-def requests(body: ChatBody | TextBody, prompts: Sequence[Sequence[int]], limit: int, vocab: int, seconds: float) -> list[Request]:
+def requests(body: ChatBody | TextBody, prompts: Sequence[Sequence[int]], ready: Ready, seconds: float) -> list[Request]:
     """`n` requests for each prompt, in order. Without a seed each request gets one of its own; the choices of one differ by one.
 
     Refused for prompts that are empty, too long (no room for one new token where one is wanted) or have ids that the model has not.
     """
+    limit, vocab = ready.context, ready.vocab
+    if ready.starts and isinstance(body, TextBody) and body.echo and body.logprobs is not None:
+        raise Refused("this model reads prompts with an encoder, so their tokens have no log-probabilities", param="echo")
     wanted = body.max_completion_tokens if isinstance(body, ChatBody) and body.max_completion_tokens is not None else body.max_tokens
     if len(prompts) * body.n > MOST_CHOICES * 8:
         raise Refused(f"at most {MOST_CHOICES * 8} sequences a request", param="n")
@@ -149,7 +153,7 @@ def requests(body: ChatBody | TextBody, prompts: Sequence[Sequence[int]], limit:
             raise Refused("the prompt is empty", param="prompt" if isinstance(body, TextBody) else "messages")
         if not 0 <= min(ids) <= max(ids) < vocab:
             raise Refused(f"token ids must lie in [0, {vocab})", param="prompt")
-        room = limit - len(ids)
+        room = ready.room(len(ids))
         if room < 0 or (room == 0 and wanted != 0):
             words = f"the model's maximum context length is {limit} tokens, and the prompt has {len(ids)}"
             raise Refused(words + ("" if room < 0 else ", which leaves no room for an answer"), code="context_length_exceeded")

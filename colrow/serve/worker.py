@@ -20,6 +20,7 @@ from ..engine.engine import Engine
 from ..engine.forward import Forward
 from ..engine.request import Output, Request
 from ..engine.scheduler import BLOCK
+from ..engine.translate import Translate, start_tokens
 from ..parallel import room
 from .messages import Abort, Limits, Ready, Stats, Stop, Where
 
@@ -37,7 +38,8 @@ def work(group: Group, engine: Engine, limits: Limits, where: Where) -> Iterator
     batch = Batch(engine, min(tokens), fast=limits.fast, chunk=limits.chunk, max_running=limits.running, share=shares)
     inbox = Inbox(where) if group.rank == 0 else None
     vocab = engine.model.config.get_text_config().vocab_size
-    yield Ready(min(engine.context or min(tokens), min(tokens)), vocab, min(tokens), pids, parameters, shares)
+    starts = len(start_tokens(engine.model)) if engine.model.config.is_encoder_decoder else 0
+    yield Ready(min(engine.context or min(tokens), min(tokens)), vocab, min(tokens), pids, parameters, shares, starts)
     told, stats = 0.0, Stats()
     outputs: list[Output] = []
     while True:
@@ -93,9 +95,12 @@ def _obey(batch: Batch, command: Request | Abort | Stop) -> None:
 
 def measure_cache(engine: Engine) -> tuple[int, bool]:
     """Bytes of this rank's cache for one position of one sequence, measured on a cache that the model itself makes, so it holds for every
-    kind; and whether pieces of it can be kept for other sequences. A collective (the model runs)."""
+    kind; and whether pieces of it can be kept for other sequences. Of an encoder-decoder, what a position of the prompt and one of the
+    answer take together. A collective (the model runs)."""
     phase, engine.group.counters.phase = engine.group.counters.phase, "start"
-    _, past = Forward(engine.model)(torch.zeros(1, 1, dtype=torch.int64, device=engine.group.device), None, None)
+    device, encodes = engine.group.device, engine.model.config.is_encoder_decoder
+    forward = Translate(engine.model, [[0]], device) if encodes else Forward(engine.model)
+    _, past = forward(torch.zeros(1, 1, dtype=torch.int64, device=device), None, None)
     engine.group.counters.phase = phase
     return max(_nbytes(past, set()), 1), plain(past)
 

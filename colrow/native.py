@@ -126,6 +126,8 @@ PROGRAM = Library(
             "vector.h",
             "product.h",
             "tile.h",
+            "int8.h",
+            "rows.h",
             "pairs.h",
             "multiply.h",
             "choose.h",

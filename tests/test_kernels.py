@@ -54,6 +54,6 @@ def test_levels_of_processors_agree(highest: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.undo()
     library.library.cache_clear()
     for case, found in zip(CASES, below, strict=True):
-        rounded = 0.02 if case[0] is torch.bfloat16 and not case[1] else 1e-5  # pairs of bfloat16 round the columns
+        rounded = 0.02 if case[0] is torch.bfloat16 else 1e-3 if case[1] else 1e-5  # columns of bfloat16, and of 16 bits beside int8
         expected = scores(*case)
         assert float((found - expected).abs().max()) < rounded * float(expected.abs().max()), case

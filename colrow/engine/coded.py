@@ -45,22 +45,21 @@ class _Coder:
         at.a = self._flat(step.sources[0])
         blocks = (c.Block * len(step.outs))()
         for block, out, weight in zip(blocks, step.outs, step.weights, strict=True):
-            block.weight, block.rows, block.out = weight.values.data_ptr(), weight.values.shape[0], self.arena.at(out)
+            block.weight, block.rows, block.out = weight.values.data_ptr(), weight.shape[0], self.arena.at(out)
             block.scale = None if weight.scales is None else weight.scales.data_ptr()
             self.keep.append(weight)
-        first = step.weights[0].values
-        self._attach(at, c.Weights(DTYPES[first.dtype], first.shape[1], len(blocks), blocks))
+        first = step.weights[0]
+        self._attach(at, c.Weights(DTYPES[first.values.dtype], first.shape[1], len(blocks), blocks))
 
     def experts(self, step: Step, at: Any) -> None:
         (weight,) = step.weights
-        many, rows, width = weight.values.shape
+        many, rows, width = weight.shape
         at.out, at.a, at.b = self._flat(step.outs[0]), self._flat(step.sources[0]), self._flat(step.sources[1])
         at.a.stride = (ctypes.c_int64 * DIMS)(width)
         self.keep.append(weight)
-        scale, scale_stride = (None, 0) if weight.scales is None else (weight.scales.data_ptr(), weight.scales.stride(0))
         sizes = (DTYPES[weight.values.dtype], width, rows, step.entry, many)
         stride = weight.values.stride(0) * weight.values.itemsize
-        self._attach(at, c.Experts(*sizes, weight.values.data_ptr(), scale, stride, scale_stride))
+        self._attach(at, c.Experts(*sizes, weight.values.data_ptr(), stride))
 
     def attend(self, step: Step, at: Any) -> None:
         heads = step.entry

@@ -54,7 +54,7 @@ def compile(tape: Tape) -> Compiled:
         elif follow(made, entry, tape.windows):
             pass
         elif entry.name == "dequantized":
-            made.int8[id(entry.outputs[0])] = Matrix(*entry.args[:2])
+            made.int8[id(entry.outputs[0])] = Matrix(entry.args[0], entry.outputs[0].shape, entry.args[1])
         elif entry.name == "t" and id(entry.args[0]) in made.int8:
             made.int8[id(entry.outputs[0])] = made.int8[id(entry.args[0])]
         elif _is_live(made, entry):

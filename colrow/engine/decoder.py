@@ -31,6 +31,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """By dtype, the largest difference of any score, of the largest score. A program adds in another order than the modules, and in 16 bits it
 rounds less often. A router's choice between scores that differ by less may turn out either way, so the program is told how the modules
 chose, and each such choice must be within the tolerance."""
+INT8_TOLERANCE = 1e-3  # at least, where weights are int8: what they are multiplied by is rounded to 16 bits of a group's largest
 BEFORE, BESIDE = 5, 3  # tokens that the modules alone see; tokens that both see
 
 
@@ -86,7 +87,7 @@ class Decoder:
             difference = float((mine - theirs.float()).abs().max()) / (largest or 1.0) if theirs.numel() else 0.0
             difference = max(difference, given_away) if difference == difference else difference
             self.difference = max(self.difference, difference) if difference == difference else float("inf")
-        close = self.difference <= TOLERANCE[found.dtype]
+        close = self.difference <= max(TOLERANCE[found.dtype], INT8_TOLERANCE if found.int8 else 0)
         if self._all_agree("" if close else f"its program differs by {self.difference:.1e} of the largest score"):
             self.program = found
 

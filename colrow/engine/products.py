@@ -27,10 +27,14 @@ def product(made: Steps, op: Ran) -> None:
     if made.is_live(weight) or id(weight) in made.depends or op.kwargs:
         raise NotRecorded(f"it has a product of two results ({op.name})")
     x, out = made.contiguous(made.shadow(given)), made.new(op.outputs[0])
-    matrix = made.int8.get(id(weight)) or Matrix(weight if op.name == "linear" else _by_rows(weight))
+    matrix = made.int8.get(id(weight)) or _matrix(weight if op.name == "linear" else _by_rows(weight))
     _multiply(made.steps, out, x, matrix)
     if bias is not None:
         made.emit(Op.ADD, out, out, made.source(bias))
+
+
+def _matrix(weight: torch.Tensor) -> Matrix:
+    return Matrix(weight, weight.shape)
 
 
 def _multiply(steps: list[Step], out: torch.Tensor, x: torch.Tensor, weight: Matrix) -> None:
@@ -61,7 +65,7 @@ def _batched(made: Steps, op: Ran) -> None:
     many = _many_by_rows(picked.weight, flipped=left is None)
     places = made.contiguous(made.shadow(picked.places)) if made.is_live(picked.places) else Constant(picked.places.float())
     x = made.contiguous(made.shadow(given))
-    made.steps.append(Step(Op.EXPERTS, [made.new(op.outputs[0])], (x, places), [Matrix(many)], entry=slots))
+    made.steps.append(Step(Op.EXPERTS, [made.new(op.outputs[0])], (x, places), [_matrix(many)], entry=slots))
 
 
 def _matrices(made: Steps, x: torch.Tensor) -> Picked | None:

@@ -36,6 +36,7 @@ class Program:
 
     def __init__(self, compiled: Compiled, group: Group, dtype: torch.dtype, threads: int = 1) -> None:
         self._compiled, self._group, self.dtype = compiled, group, dtype
+        self.int8 = any(weight.values.dtype is torch.int8 for step in compiled.steps for weight in step.weights)
         self._arena = Arena(compiled)
         self.code, self._keep = code(compiled, self._arena, dtype)
         self._sums = self._all(Op.REDUCE, c.Sum)

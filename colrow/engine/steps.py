@@ -6,6 +6,7 @@ arena. Views of it are made by torch itself, so where an element lies is never w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,9 +31,11 @@ Source = torch.Tensor | Constant | float
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight [rows, width], each row in one piece; int8 with its scales [rows, groups]. Or many of them, one after the other."""
+    """A weight of `shape` [rows, width], each row in one piece; or int8 panels (kernels/panels.py) with their scales. Or many of them, one
+    after the other."""
 
     values: torch.Tensor
+    shape: Sequence[int]
     scales: torch.Tensor | None = None
 
 

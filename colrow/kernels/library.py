@@ -102,9 +102,7 @@ class Experts(ctypes.Structure):
         ("slots", c_int64),
         ("experts", c_int64),
         ("weight", c_void_p),
-        ("scale", c_void_p),
         ("stride", c_int64),
-        ("scale_stride", c_int64),
     )
 
 
@@ -155,5 +153,6 @@ def library() -> ctypes.CDLL:
     found.kp_open.argtypes = [ctypes.POINTER(Instruction), c_int64, c_int, c_int, c_void_p, c_void_p, c_void_p]
     found.kp_open.restype = found.kp_payload.restype = c_void_p
     found.kp_close.argtypes = found.kp_payload.argtypes = [c_void_p]
-    found.kp_close.restype = None
+    found.kp_rows.argtypes = [ctypes.POINTER(Block), c_int64, c_int, c_void_p, c_int64, c_int64]
+    found.kp_close.restype = found.kp_rows.restype = None
     return found

@@ -20,8 +20,7 @@ typedef struct {
     int64_t dtype, width, rows; /* of each matrix */
     int64_t slots, experts;
     const char *weight;
-    const float *scale;
-    int64_t stride, scale_stride; /* from matrix to matrix: bytes, floats */
+    int64_t stride; /* from matrix to matrix, bytes */
 } Experts;
 
 typedef struct {
@@ -55,12 +54,13 @@ static void *room(Room *room, int64_t bytes) {
     return room->at;
 }
 
-/* Each part gets the same share of every block's rows, in whole lines of results, so that two do not write to one. */
+/* Each part gets the same share of every block's rows, in whole panels of int8 weights and whole lines of results, so that two do not
+ * write to one. */
 static void multiply(void *what, int part, int parts) {
     const Task *task = what;
     for (int64_t i = 0; i < task->count; i++) {
         const Job *job = &task->jobs[i];
-        const int64_t rows = job->block.rows, share = (rows + parts - 1) / parts, whole = (share + LANES - 1) / LANES * LANES;
+        const int64_t rows = job->block.rows, share = (rows + parts - 1) / parts, whole = (share + PANEL_ROWS - 1) / PANEL_ROWS * PANEL_ROWS;
         const int64_t first = part * whole < rows ? part * whole : rows, last = first + whole < rows ? first + whole : rows;
         if (task->n) task->product(&job->block, first, last, task->n, job->columns, task->width, job->count, job->y);
         else /* of a rank that has nothing to add */
@@ -70,14 +70,14 @@ static void multiply(void *what, int part, int parts) {
 
 /* How columns are given to a product with weights of `dtype`, and which product it is. */
 typedef struct {
-    int64_t n, width, unit; /* numbers of a column; with zeros behind them; bytes of one */
+    int64_t dtype, n, width, unit; /* of the weights; numbers of a column; from column to column; bytes of a number */
     Product *product;
 } Form;
 
 /* Columns lie three lines more apart than they need: at a distance of pages they would all want the same lines of the cache. */
 static Form form(int64_t dtype, int64_t n) {
-    const int64_t unit = dtype == BF16 && has_pairs() ? 2 : 4;
-    return (Form){n, (n + GROUP - 1) / GROUP * GROUP + 192 / unit, unit, product_of(dtype)};
+    const int64_t unit = dtype == INT8 || (dtype == BF16 && has_pairs()) ? 2 : 4, line = 64 / unit, used = dtype == INT8 ? int8_width(n) : n;
+    return (Form){dtype, n, (used + line - 1) / line * line + 3 * line, unit, product_of(dtype)};
 }
 
 /* A product may read a few columns more than there are. */
@@ -88,6 +88,10 @@ static void *columns_room(Room *rooms, const Form *form, int64_t count) {
 static void *column(void *columns, const Form *form, int64_t at) { return (char *)columns + at * form->width * form->unit; }
 
 SIMD static void pack(void *to, const Form *form, const float *from) {
+    if (form->dtype == INT8) {
+        pack_int8(to, from, form->n);
+        return;
+    }
     put(to, form->unit == 2 ? BF16 : F32, 0, from, form->n);
     memset((char *)to + form->n * form->unit, 0, (size_t)((form->width - form->n) * form->unit));
 }
@@ -124,7 +128,7 @@ static int multiply_chosen(Room *rooms, Pool *pool, const Experts *e, const Oper
         const int asked = (int)start[i + 1];
         start[i + 1] += start[i];
         if (!asked) continue;
-        const Block block = {e->weight + i * e->stride, e->scale ? e->scale + i * e->scale_stride : NULL, e->rows, 0};
+        const Block block = {e->weight + i * e->stride, NULL, e->rows, 0};
         jobs[many++] = (Job){block, column(columns, &made, start[i]), asked, y + start[i]};
     }
     for (int r = 0; r < count; r++)

@@ -1,8 +1,8 @@
-/* Products with bfloat16 weights and columns on processors that multiply pairs of them (AVX512-BF16). */
+/* Products with bfloat16 weights and columns on processors that multiply pairs of them (AVX512-BF16; they have AVX512-VNNI as well). */
 #ifndef COLROW_PAIRS_H
 #define COLROW_PAIRS_H
 
-#define PAIRS __attribute__((target("arch=x86-64-v4,avx512bf16")))
+#define PAIRS __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni")))
 enum { PAIR_STEP = 32 };
 
 /* As `tile` (tile.h). Behind a row's end masked loads give zeros. */

@@ -5,8 +5,9 @@
  * all columns go over one panel of rows before the next one, so only the first of them meets memory.
  *
  * Weights are float32, bfloat16, float16, or int8 with a scale for each GROUP of a row. Where the processor multiplies pairs of bfloat16
- * itself, the columns are rounded to bfloat16 first, as the modules round them; elsewhere all arithmetic is in float32. What a level of
- * processors can do is in tile.h and pairs.h; which one this is, is asked when a product is made.
+ * itself, the columns of bfloat16 weights are rounded to bfloat16 first, as the modules round them; elsewhere all arithmetic is in float32.
+ * Of int8 weights see int8.h. What a level of processors can do is there, in tile.h and in pairs.h; which one this is, is asked when a
+ * product is made.
  */
 #ifndef COLROW_PRODUCT_H
 #define COLROW_PRODUCT_H
@@ -14,8 +15,8 @@
 #include "vector.h"
 
 typedef struct {
-    const void *weight;   /* [rows, n] */
-    const float *scale;   /* int8: [rows, groups of a row] */
+    const void *weight;   /* [rows, n]; int8: panels (int8.h), whose last one and whose last group are filled up with zeros */
+    const float *scale;   /* int8: [panels, groups of a row, PANEL_ROWS] */
     int64_t rows, out;    /* out: where the first row's result goes in every arena, in floats */
 } Block;
 
@@ -68,13 +69,60 @@ INLINE void fetch(const char *rows, int64_t bytes, int64_t ahead, int64_t at, in
         for (; row < end; row++) TILE(1, C, ((Spot){row, from, to, c ? 0 : (BYTES), c, kept + row - top}));          \
     }
 
+/* ---- int8: how columns are given ---- */
+
+enum { PANEL_ROWS = 2 * LANES, INT8_AHEAD = 4096 }; /* rows that lie side by side; bytes between what is read and what is fetched */
+
+/* A column in numbers of 16 bits: those of whole groups, then a float for each group. */
+INLINE int64_t int8_width(int64_t n) {
+    const int64_t groups = (n + GROUP - 1) / GROUP;
+    return groups * (GROUP + 2);
+}
+
+INLINE float *int8_scales(const int16_t *column, int64_t n) { return (float *)(column + (n + GROUP - 1) / GROUP * GROUP); }
+
+/* Zeros behind the column's end. What is not finite makes its group's scale NaN, so it is not lost. */
+SIMD static void pack_int8(int16_t *to, const float *from, int64_t n) {
+    float *scales = int8_scales(to, n);
+    for (int64_t at = 0; at < n; at += GROUP) {
+        float x[GROUP] = {0}, largest = 0, bad = 0;
+        memcpy(x, from + at, (size_t)(n - at < GROUP ? n - at : GROUP) * sizeof *x);
+        for (int i = 0; i < GROUP; i++) {
+            const float size = fabsf(x[i]);
+            largest = size > largest ? size : largest;
+        }
+        for (int i = 0; i < GROUP; i++) bad += x[i] * 0;
+        const float steps = largest > 0 ? 32767 / largest : 0;
+        for (int i = 0; i < GROUP; i++) {
+            const float rounded = x[i] * steps + 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number, in the last bits */
+            int32_t bits;
+            memcpy(&bits, &rounded, sizeof bits);
+            to[at + i] = (int16_t)bits;
+        }
+        scales[at / GROUP] = largest / 32767 + bad;
+    }
+}
+
+/* ---- Levels of processors ---- */
+
+INLINE Ints pairs_any(Ints sums, const int8_t *weights, const int16_t *pair) {
+    Shorts both;
+    memcpy(&both, weights, sizeof both);
+    const Ints even = __builtin_convertvector((Shorts)(both << 8) >> 8, Ints), odd = __builtin_convertvector(both >> 8, Ints);
+    return sums + even * (int32_t)pair[0] + odd * (int32_t)pair[1];
+}
+
 #define AT(NAME) NAME##_any
 #define TARGET
 #define SHAPE 2, 2, 2, 2, 2
-#define INT8_SHAPE SHAPE
-#define FROM_INT8 load_int8
 #define FROM_F16 load_f16
 #include "tile.h"
+
+#define AT(NAME) NAME##_any
+#define TARGET
+#define OF_PAIRS pairs_any
+#define HALVES 1
+#include "int8.h"
 
 #if CLONES && HIGHEST >= 3
 #include <immintrin.h>
@@ -82,40 +130,70 @@ INLINE void fetch(const char *rows, int64_t bytes, int64_t ahead, int64_t at, in
 #define AT(NAME) NAME##_v3
 #define TARGET __attribute__((target("arch=x86-64-v3")))
 #define SHAPE 3, 2, 3, 2, 2
-#define INT8_SHAPE 1, 2, 1, 2, 2
-TARGET INLINE Floats both(__m256 low, __m256 high) {
+TARGET INLINE Floats f16_v3(const uint16_t *at) {
+    const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)), high = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at + 1));
     Floats v;
     memcpy(&v, &low, sizeof low);
     memcpy((char *)&v + sizeof low, &high, sizeof high);
     return v;
 }
-TARGET INLINE Floats int8_v3(const int8_t *at) {
-    const __m128i v = _mm_loadu_si128((const __m128i *)at);
-    return both(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8))));
-}
-TARGET INLINE Floats f16_v3(const uint16_t *at) {
-    return both(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at + 1)));
-}
-#define FROM_INT8 int8_v3
 #define FROM_F16 f16_v3
 #include "tile.h"
+
+#define AT(NAME) NAME##_v3
+#define TARGET __attribute__((target("arch=x86-64-v3")))
+TARGET INLINE Ints pairs_v3(Ints sums, const int8_t *weights, const int16_t *pair) {
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+    __m256i of[2];
+    memcpy(of, &sums, sizeof of);
+    for (int i = 0; i < 2; i++) {
+        const __m256i w = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights + i));
+        of[i] = _mm256_add_epi32(of[i], _mm256_madd_epi16(w, _mm256_set1_epi32(both)));
+    }
+    memcpy(&sums, of, sizeof of);
+    return sums;
+}
+#define OF_PAIRS pairs_v3
+#define HALVES 1
+#include "int8.h"
 
 #if HIGHEST >= 4
 #define AT(NAME) NAME##_v4
 #define TARGET __attribute__((target("arch=x86-64-v4")))
 #define SHAPE 3, 8, 4, 4, 4
-#define INT8_SHAPE 2, 4, 2, 4, 4
-TARGET INLINE Floats int8_v4(const int8_t *at) {
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
-}
 TARGET INLINE Floats f16_v4(const uint16_t *at) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
-#define FROM_INT8 int8_v4
 #define FROM_F16 f16_v4
 #include "tile.h"
+
+#define AT(NAME) NAME##_v4
+#define TARGET __attribute__((target("arch=x86-64-v4")))
+TARGET INLINE Ints pairs_v4(Ints sums, const int8_t *weights, const int16_t *pair) {
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+    const __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)weights));
+    return (Ints)_mm512_add_epi32((__m512i)sums, _mm512_madd_epi16(w, _mm512_set1_epi32(both)));
+}
+#define OF_PAIRS pairs_v4
+#define HALVES 2
+#include "int8.h"
 
 #endif
 #if HIGHEST >= 5
 #include "pairs.h"
+
+#define AT(NAME) NAME##_v5
+#define TARGET PAIRS
+PAIRS INLINE Ints pairs_v5(Ints sums, const int8_t *weights, const int16_t *pair) {
+    int32_t both;
+    memcpy(&both, pair, sizeof both);
+    const __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)weights));
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sums, w, _mm512_set1_epi32(both));
+}
+#define OF_PAIRS pairs_v5
+#define HALVES 2
+#include "int8.h"
+
 #endif
 #endif
 
@@ -126,7 +204,7 @@ static int level(void) {
 #if CLONES
     const int four = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found = 3;
-    if (four) found = __builtin_cpu_supports("avx512bf16") ? 5 : 4;
+    if (four) found = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 5 : 4;
 #endif
     return found < HIGHEST ? found : HIGHEST;
 }
@@ -143,6 +221,7 @@ static Product *product_of(int64_t dtype) {
     static Product *const v4[] = {product_f32_v4, product_bf16_v4, product_f16_v4, product_int8_v4};
 #if HIGHEST >= 5
     if (dtype == BF16 && has_pairs()) return product_pairs;
+    if (dtype == INT8 && has_pairs()) return product_int8_v5;
 #endif
     if (level() >= 4) return v4[dtype];
 #endif

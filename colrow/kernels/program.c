@@ -7,6 +7,7 @@
 #define _GNU_SOURCE
 #include "attend.h"
 #include "multiply.h"
+#include "rows.h"
 
 #ifndef COLROW_DIGEST
 #define COLROW_DIGEST "unknown"
@@ -114,6 +115,10 @@ API int64_t kp_run(Program *p, const Row *rows, int count, int64_t *at, int resu
     }
     return 0;
 }
+
+/* ---- Beside it ---- */
+
+API void kp_rows(const Block *block, int64_t n, int dtype, void *out, int64_t part, int64_t parts) { rows_of(block, n, dtype, out, part, parts); }
 
 /* ---- Its life ---- */
 

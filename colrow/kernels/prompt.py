@@ -1,18 +1,15 @@
-"""prompt.c from Python: the attention of a prompt in bfloat16, where the processor multiplies pairs of bfloat16 itself.
-
-Its threads are Python's: the call lets go of the interpreter.
-"""
+"""prompt.c from Python: the attention of a prompt in bfloat16, where the processor multiplies pairs of bfloat16 itself."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
 from .. import native
+from .parts import in_parts
 
 
 class Prompt(ctypes.Structure):
@@ -39,11 +36,6 @@ def library() -> ctypes.CDLL | None:
     return found if found.kq_supported() else None
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="colrow-prompt")
-
-
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> torch.Tensor | None:
@@ -60,9 +52,6 @@ def attend(
     strides = ((c_int64 * 3)(*x.stride()[:3]) for x in (query, key, value))
     asked = Prompt(*sizes, *places, *strides, (c_int64 * 2)(queries * keys, keys), scale)
     asked.tensors = query, key, value, seen, out  # of threads that go on where Ctrl-C ends this call
-    parts = torch.get_num_threads()
-    others = [_threads().submit(found.kq_attend, asked, part, parts) for part in range(1, parts)]
-    failed = [found.kq_attend(asked, 0, parts), *(other.result() for other in others)]
-    if any(failed):
+    if any(in_parts(found.kq_attend, asked)):
         raise MemoryError("no memory for the attention of a prompt")
     return out

@@ -38,7 +38,6 @@ enum { LANES = 16 };
 typedef float Floats __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
-typedef int8_t Bytes __attribute__((vector_size(16)));
 typedef int16_t Shorts __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
@@ -63,12 +62,6 @@ INLINE Floats load_f16(const uint16_t *at) {
     memcpy(&h, at, sizeof h);
     const Words w = __builtin_convertvector(h, Words);
     return (Floats)((w & 0x7fff) << 13 | (w & 0x8000) << 16) * 0x1p112f;
-}
-
-INLINE Floats load_int8(const int8_t *at) {
-    Bytes b;
-    memcpy(&b, at, sizeof b);
-    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(b, Shorts), Ints), Floats); /* each step an instruction */
 }
 
 INLINE void store_f32(float *at, Floats v) { memcpy(at, &v, sizeof v); }

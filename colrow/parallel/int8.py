@@ -19,8 +19,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ..checkpoint.pages import empty
+from ..kernels.library import GROUP
+from ..kernels.panels import ROWS, packed, padded
+from ..kernels.panels import rows as rows_of
 
-GROUP = 64  # as in kernels/vector.h
 STEPS = 127  # of a scale, in each direction
 
 
@@ -37,22 +39,22 @@ class Quantized:
 
 
 def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, n] -> int8 [rows, n] and float32 scales [rows, groups]. The largest of a group is exact but for the scale's own rounding."""
-    rows, n = values.shape
-    groups = -(-n // GROUP)
-    padded = torch.zeros(rows, groups * GROUP)
-    padded[:, :n] = values
-    grouped = padded.view(rows, groups, GROUP)
+    """[rows, n] -> int8 and float32 scales, as panels (kernels/panels.py). The largest of a group is exact but for the scale's own
+    rounding."""
+    (rows, n), (panels, groups) = values.shape, padded(*values.shape)
+    filled = torch.zeros(panels * ROWS, groups * GROUP)
+    filled[:rows, :n] = values
+    grouped = filled.view(-1, groups, GROUP)
     scales = grouped.abs().amax(2) / STEPS
     numbers = (grouped / torch.where(scales == 0, 1.0, scales)[..., None]).round().to(torch.int8)
-    kept = empty((rows, n), torch.int8)  # `numbers` is the last of several passing tensors
-    return kept.copy_(numbers.view(rows, -1)[:, :n]), scales
+    views = packed(numbers.view(filled.shape), scales)
+    return tuple(empty(view.shape, view.dtype).copy_(view) for view in views)  # type: ignore[return-value]  # others were passing ones
 
 
 @torch.library.custom_op("colrow::dequantized", mutates_args=())
-def dequantized(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(numbers: torch.Tensor, scales: torch.Tensor, rows: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     """The weight as the modules see it. An op of its own, so that whoever records a model finds the numbers behind the weight."""
-    return (numbers * scales.repeat_interleave(GROUP, 1)[:, : numbers.shape[1]]).to(dtype)
+    return rows_of(numbers, scales, torch.empty(rows, n, dtype=dtype))
 
 
 @torch.inference_mode(False)
@@ -63,8 +65,9 @@ def quantize_layers(model: nn.Module) -> Quantized:
         if not isinstance(module, nn.Linear | Conv1D) or "weight" not in module._parameters or module.weight.numel() == 0:
             continue
         weight = module.weight.detach()
-        numbers, scales = quantize(weight.t() if isinstance(module, Conv1D) else weight)
-        module._weight_dtype = weight.dtype  # type: ignore[assignment]
+        by_rows = weight.t() if isinstance(module, Conv1D) else weight
+        numbers, scales = quantize(by_rows)
+        module._weight_like = (*by_rows.shape, weight.dtype)  # type: ignore[assignment]
         module.register_buffer("int8", numbers, persistent=False)
         module.register_buffer("scales", scales, persistent=False)
         del module._parameters["weight"]
@@ -82,7 +85,11 @@ def _int8_class(cls: Any) -> Any:
     """The layer's class with a `weight` that is computed."""
 
     def weight(self: Any) -> torch.Tensor:
-        made = dequantized(self.int8, self.scales, self._weight_dtype)
-        return made.t() if isinstance(self, Conv1D) else made
+        by_rows = dequantized(self.int8, self.scales, *self._weight_like)
+        return by_rows.t() if isinstance(self, Conv1D) else by_rows
 
-    return type(f"Int8{cls.__name__}", (cls,), {"weight": property(weight)})
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        """The last token of a prompt is a view whose strides make torch copy a weight that is no parameter before it multiplies."""
+        return cls.forward(self, input.flatten(0, -2).view(input.shape))
+
+    return type(f"Int8{cls.__name__}", (cls,), {"weight": property(weight), "forward": forward})

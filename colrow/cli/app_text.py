@@ -103,6 +103,7 @@ def serve(
     host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     api_key: Annotated[str | None, typer.Option(envvar="COLROW_API_KEY", help="Clients must send it as a bearer token.")] = None,
+    allow_origin: Annotated[list[str] | None, typer.Option(help="A web site whose pages may ask this server; * for all.")] = None,
     cache: Annotated[str, typer.Option(help="Memory of a rank for KV caches, such as 2GB.", show_default="a share of what is free")] = "",
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are refused (429).")] = 2048,
@@ -131,4 +132,4 @@ def serve(
         int(read_bytes(cache, "--cache")) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast
     )
     ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter)
-    raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart))
+    raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart, tuple(allow_origin or ())))

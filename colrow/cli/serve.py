@@ -17,7 +17,15 @@ IMPORTS = ("colrow.cli.serving", "colrow.proof.gate")  # with all that opening a
 
 
 def serve(
-    ranks: int, backend: str, opening: Opening, limits: Any, host: str, port: int, api_key: str | None = None, restart: bool = False
+    ranks: int,
+    backend: str,
+    opening: Opening,
+    limits: Any,
+    host: str,
+    port: int,
+    api_key: str | None = None,
+    restart: bool = False,
+    origins: tuple[str, ...] = (),
 ) -> int:
     """Serves until it is told to end; the exit code: 0, or that of the error that the ranks were lost by. With `restart` they are started
     again then, if they have served before. UserError where the port is taken, before anything is started."""
@@ -27,14 +35,16 @@ def serve(
     where = server.listening(host, port)
     port = where.getsockname()[1]
     while True:
-        code, served = _once(server, where, ranks, backend, opening, limits, api_key)
+        code, served = _once(server, where, ranks, backend, opening, limits, api_key, origins)
         if code == 0 or not (restart and served):
             return code
         note(f"{'restart':12} new ranks; port {port} answers again in a moment")
         where, opening = server.listening(host, port), replace(opening, started=time.time())
 
 
-def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, limits: Any, api_key: str | None) -> tuple[int, bool]:
+def _once(
+    server: Any, where: Any, ranks: int, backend: str, opening: Opening, limits: Any, api_key: str | None, origins: tuple[str, ...]
+) -> tuple[int, bool]:
     """The exit code of one life of the ranks, and whether they came to serve."""
     from ..comm.ranks import Ranks
     from ..serve.messages import Ready
@@ -83,6 +93,7 @@ def _once(server: Any, where: Any, ranks: int, backend: str, opening: Opening, l
                 hear,
                 ready,
                 failed,
+                origins,
             )
             started.close(now=lost is not None)
     if lost is not None:

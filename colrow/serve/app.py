@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from ..engine.prompts import has_template
 from .answers import Choice, Writer, check
@@ -22,15 +23,18 @@ from .messages import Limits
 from .metrics import Metrics, prometheus, shown
 from .protocol import ChatBody, Refused, TextBody, chat_prompt, parse, requests, text_prompts
 
+OVERLONG = 8  # times the longest body: so much of a longer one is read
+
 
 @dataclass
 class Service:
-    """What the routes share. `model`: its name in the API."""
+    """What the routes share. `model`: its name in the API. `origins`: web sites whose pages may ask this server ("*": all)."""
 
     bridge: Bridge
     model: str
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
+    origins: tuple[str, ...] = ()
     metrics: Metrics = field(default_factory=Metrics)
     started: int = field(default_factory=lambda: int(time.time()))
 
@@ -41,36 +45,43 @@ def app(service: Service) -> FastAPI:
     @made.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
         if service.api_key is not None and request.url.path.startswith("/v1/") and not _allowed(request, service.api_key):
-            return failure(Refused("the API key is missing or wrong", 401, code="invalid_api_key"))
+            return failure(Refused("the API key is missing or wrong", 401, code="invalid_api_key"), {"WWW-Authenticate": "Bearer"})
         return await go_on(request)
+
+    if service.origins:  # added last, so it answers first: a browser asks without the key whether it may send it
+        made.add_middleware(CORSMiddleware, allow_origins=service.origins, allow_methods=["*"], allow_headers=["*"])
 
     @made.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
-        return failure(Refused(f"{error.detail}: {request.method} {request.url.path}", error.status_code))
+        return failure(Refused(f"{error.detail}: {request.method} {request.url.path}", error.status_code), error.headers)
 
-    @made.get("/health")
+    def get(path: str) -> Callable[[Any], Any]:
+        """HEAD too: it is how some ask whether a server is there."""
+        return made.api_route(path, methods=["GET", "HEAD"])
+
+    @get("/health")
     async def health() -> Response:
         ok = service.bridge.state == "ok"
         return JSONResponse({"status": service.bridge.state}, 200 if ok else 503)
 
-    @made.get("/metrics")
+    @get("/metrics")
     async def metrics() -> Response:
         return PlainTextResponse(prometheus(service.metrics, service.bridge), media_type="text/plain; version=0.0.4")
 
-    @made.get("/stats")
+    @get("/stats")
     async def stats() -> Response:
         chat = has_template(service.bridge.tokenizer)
         return JSONResponse(shown(service.metrics, service.bridge, service.model, chat), headers={"Cache-Control": "no-store"})
 
-    @made.get("/")
+    @get("/")
     async def page() -> Response:
         return HTMLResponse((files(__package__) / "page.html").read_text(encoding="utf-8"))
 
-    @made.get("/v1/models")
+    @get("/v1/models")
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [_card(service)]})
 
-    @made.get("/v1/models/{name:path}")
+    @get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         return JSONResponse(_card(service)) if name == service.model else failure(_unknown(name, service))
 
@@ -85,12 +96,12 @@ def app(service: Service) -> FastAPI:
     return made
 
 
-def failure(error: Refused | Gone) -> JSONResponse:
+def failure(error: Refused | Gone, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The error in OpenAI's form."""
     refused = error if isinstance(error, Refused) else Refused(str(error), 503, code="engine_unavailable")
     body = {"message": str(refused), "type": refused.kind, "param": refused.param, "code": refused.code}
-    headers = {"Retry-After": "1"} if refused.status in (429, 503) else None
-    return JSONResponse({"error": body}, refused.status, headers)
+    again = {"Retry-After": "1"} if refused.status in (429, 503) else {}
+    return JSONResponse({"error": body}, refused.status, {**again, **(headers or {})})
 
 
 def _card(service: Service) -> dict[str, Any]:
@@ -104,16 +115,22 @@ def _unknown(name: str, service: Service) -> Refused:
 
 
 def _allowed(request: Request, key: str) -> bool:
-    return hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode())
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
 
 
 async def _json(request: Request, most: int) -> Any:
-    """The body. Refused where it is longer than `most` bytes (read no further than that) or no JSON."""
-    data = bytearray()
+    """The body. Refused where it is longer than `most` bytes or no JSON. Of a longer one nothing is kept; a part is read all the same,
+    since many clients look for an answer only when they have sent everything."""
+    data, length = bytearray(), 0
     async for part in request.stream():
-        data += part
-        if len(data) > most:
-            raise Refused(f"the body is longer than {most} bytes", 413)
+        length += len(part)
+        if length <= most:
+            data += part
+        elif length > OVERLONG * most:
+            break
+    if length > most:
+        raise Refused(f"the body is longer than {most} bytes", 413)
     try:
         return json.loads(bytes(data))
     except (ValueError, RecursionError) as error:

@@ -73,9 +73,17 @@ class TextBody(_Body):
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that ask for nothing
     "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "suffix": (None, ""),
     "response_format": (None, {"type": "text"}),
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "grammar", "json_schema"), (None,)
+    ),
+    **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids"), (None, [])),
+    "min_tokens": (None, 0),
+    "use_beam_search": (None, False),
+    "truncate_prompt_tokens": (None,),
     "modalities": (None, ["text"]),
     "audio": (None,),
 }
@@ -93,7 +101,8 @@ def parse(kind: type[_Body], data: Any) -> Any:
         raise Refused(f"{param or 'the body'}: {first['msg']}", param=param) from None
     for name, value in (body.model_extra or {}).items():
         if value not in NEUTRAL.get(name, (value,)):
-            raise Refused(f"{name} is not supported", param=name, code="unsupported_parameter")
+            only = "" if name not in ("response_format", "tool_choice") else f"; without {name} the answer is plain text"
+            raise Refused(f"{name} is not supported{only}", param=name, code="unsupported_parameter")
     if isinstance(body, TextBody) and body.best_of not in (None, body.n):
         raise Refused("best_of is not supported beyond n", param="best_of", code="unsupported_parameter")
     return body

@@ -46,10 +46,11 @@ def serve(
     hear: Callable[[Any], None] = lambda item: None,
     ready: Callable[[Ready], None] = lambda ready: None,
     failed: Callable[[BaseException], None] = lambda error: None,
+    origins: tuple[str, ...] = (),
 ) -> BaseException | None:
     """Serves until SIGTERM or SIGINT (then open requests may end, at most `limits.drain` seconds; a second signal ends them) or until the
     ranks are lost; returns what they were lost by. HTTP answers from the start: 503 until the model is open."""
-    return asyncio.run(_serve(where, start, tokenizer, model, limits, api_key, hear, ready, failed))
+    return asyncio.run(_serve(where, start, tokenizer, model, limits, api_key, hear, ready, failed, origins))
 
 
 async def _serve(
@@ -62,6 +63,7 @@ async def _serve(
     hear: Callable[[Any], None],
     ready: Callable[[Ready], None],
     failed: Callable[[BaseException], None],
+    origins: tuple[str, ...],
 ) -> BaseException | None:
     def is_ready() -> None:
         assert bridge.ready is not None
@@ -74,7 +76,7 @@ async def _serve(
 
     bridge = Bridge(start, tokenizer, hear, is_ready, lost)
     config = uvicorn.Config(
-        app(Service(bridge, model, limits, api_key)),
+        app(Service(bridge, model, limits, api_key, origins)),
         log_level="warning",
         access_log=False,
         lifespan="off",

@@ -1,12 +1,16 @@
-"""Does it pay to run a collective beside a product: the all-reduce of input gradients beside weight gradients, a gather beside its product.
+"""Does it pay to run a collective beside a product: measured over shared memory and gloo, where colrow does it and where it might.
 
-    python bench/overlap.py                          # 2 ranks, shared memory and gloo, float32 and bfloat16: half a minute
+    python bench/overlap.py                          # 2 ranks, shared memory and gloo, float32 and bfloat16: a minute
+    python bench/overlap.py --backend gloo --dtype float32 --rounds 31
 
-The shapes are those of bench/train.py: 2,048 tokens, hidden 768, a rank's share of 12 heads and of 2,048 MLP features. `q k v` and
-`gate up` are the backward pass of the column-parallel products that share one f (input gradients, their all-reduce, weight gradients);
-`sp q k v` is their forward pass under sequence parallelism (gather, products): with overlap the rank's own rows are multiplied while the
-others' arrive. The collectives are colrow's, beside the products in a thread (comm/background.py). Ways take turns; medians of the time
-until both ranks are done, and of the products alone. What came of it: docs/architecture.md, parallel/overlap.py.
+The shapes are those of bench/train.py: 2,048 tokens, hidden 768, a rank's share of 12 heads and of 2,048 MLP features. `f` is the backward
+pass of the column-parallel products that share one f (input gradients, their all-reduce beside the weight gradients). The others are of
+sequence parallelism, whose ranks hold their own rows: `column` is the forward pass of the products behind a gather (the own rows are
+multiplied while the others arrive); `column back` their backward pass (the input is gathered again beside the input gradients, which are
+reduced and scattered beside the weight gradients); `row back` is the backward pass of a row-parallel product (gradients gathered, own rows
+multiplied meanwhile). The collectives are colrow's, beside the products in a thread (comm/background.py). Ways take turns; medians of the
+time until both ranks are done, and of the products alone; `saved` is the median of the pairs' differences, with its quartiles. What came
+of it: docs/architecture.md, parallel/overlap.py.
 """
 
 from __future__ import annotations
@@ -14,7 +18,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,85 +29,132 @@ from colrow.comm.background import Worker
 from colrow.comm.group import Group
 from colrow.comm.launch import spawn
 
-TOKENS, HIDDEN = 2048, 768
-CASES = {"q k v": (384, 384, 384), "gate up": (1024, 1024), "sp q k v": (384, 384, 384)}
+SEQUENCES, LENGTH, HIDDEN = 4, 512, 768
+LAYERS = {"q k v": (384, 384, 384), "gate up": (1024, 1024), "o": (384,), "down": (1024,)}
+CASES = [
+    *((kind, layers) for kind in ("f", "column", "column back") for layers in ("q k v", "gate up")),
+    *(("row back", layers) for layers in ("o", "down")),
+]
+WAYS = ("products", "after", "beside")
 
 
 @dataclass(frozen=True)
 class Case:
-    name: str
+    kind: str
+    layers: str
     dtype: str
     rounds: int
 
 
-def fill(parts: list[torch.Tensor], group: Group) -> None:
-    """`parts[rank]` is the rank's own; the others are filled."""
-    sizes = [len(part) for part in parts]
-    whole = collectives.all_gather(parts[group.rank], group, "gather", 0, sizes)
-    for part, found in zip(parts, whole.split(sizes), strict=True):
-        part.copy_(found)
+@dataclass(frozen=True)
+class Ranks:
+    """The collectives of one way: none, done at once, or begun and waited for later."""
+
+    group: Group
+    way: str
+    worker: Worker
+    sizes: list[int]
+
+    def begin(self, work: Callable[[], torch.Tensor], instead: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if self.way == "products":
+            return lambda: instead
+        if self.way == "beside":
+            return self.worker.begin(work).result
+        found = work()
+        return lambda: found
+
+    def gather(self, x: torch.Tensor, instead: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self.begin(lambda: collectives.all_gather(x, self.group, "gather", 1, self.sizes), instead)
+
+    def scatter(self, x: torch.Tensor, instead: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self.begin(lambda: collectives.reduce_scatter(x, self.group, "scatter", 1, self.sizes), instead)
+
+    def reduce(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self.begin(lambda: collectives.all_reduce(x, self.group, "reduce", inplace=True), x)
 
 
-def measure(group: Group, case: Case) -> dict[str, float]:
-    """Seconds of the case by way: "products" alone, the collective "after" or before them, "beside" them."""
-    draw, worker, dtype = torch.Generator().manual_seed(group.rank), Worker(), getattr(torch, case.dtype)
-    x, *gradients = (torch.randn(TOKENS, n, generator=draw).to(dtype) for n in (HIDDEN, *CASES[case.name]))
-    weights = [torch.randn(n, HIDDEN, generator=draw).to(dtype) for n in CASES[case.name]]
-    rows = [slice(start, start + TOKENS // group.size) for start in range(0, TOKENS, TOKENS // group.size)]
+def measure(group: Group, case: Case) -> dict[str, list[float]]:
+    """Seconds of the case, round by round, by way: "products" alone, the collective "after" or before them, "beside" them."""
+    draw, dtype = torch.Generator().manual_seed(group.rank), getattr(torch, case.dtype)
 
-    def backward(way: str) -> None:
-        of_input = gradients[0] @ weights[0]
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw).to(dtype)
+
+    sizes, widths = [LENGTH // group.size] * group.size, LAYERS[case.layers]
+    x, mine = random(SEQUENCES, LENGTH, HIDDEN), random(SEQUENCES, sizes[group.rank], HIDDEN)
+    gradients = [random(SEQUENCES, LENGTH, n) for n in widths]
+    weights = [random(n, HIDDEN) for n in widths]
+    own = slice(group.rank * sizes[0], (group.rank + 1) * sizes[0])
+    others = [slice(0, own.start), slice(own.stop, LENGTH)]
+
+    def of_input() -> torch.Tensor:
+        out = gradients[0] @ weights[0]
         for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-            of_input.addmm_(gradient, weight)
-        if way == "after":
-            collectives.all_reduce(of_input, group, "reduce", inplace=True)
-        elif way == "beside":
-            done = worker.begin(lambda: collectives.all_reduce(of_input, group, "reduce", inplace=True))
-        of_weights = [gradient.T @ x for gradient in gradients]
-        if way == "beside":
-            done.result()
-        assert len(of_weights) == len(weights)
+            out += gradient @ weight
+        return out
 
-    def forward(way: str) -> None:
-        parts = [x[at] for at in rows]
-        if way != "beside":
-            if way == "after":
-                fill(parts, group)
-            out = [x @ weight.T for weight in weights]
-        else:
-            done = worker.begin(lambda: fill(parts, group))
-            out = [x.new_empty(TOKENS, len(weight)) for weight in weights]
-            for number in sorted(range(group.size), key=lambda r: r != group.rank):
-                for to, weight in zip(out, weights, strict=True):
-                    torch.mm(parts[number], weight.T, out=to[rows[number]])
-                if number == group.rank:
-                    done.result()
-        assert len(out) == len(weights)
+    def of_weights(x: torch.Tensor) -> list[torch.Tensor]:
+        return [gradient.flatten(0, 1).T @ x.flatten(0, 1) for gradient in gradients]
 
-    run = forward if case.name.startswith("sp") else backward
-    seconds: dict[str, list[float]] = {way: [] for way in ("products", "after", "beside")}
+    def in_two(ranks: Ranks, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The whole x by each matrix; where the collective runs beside them the own rows first."""
+        wait = ranks.gather(mine, x)
+        if ranks.way != "beside":
+            whole = wait()
+            return [whole @ matrix for matrix in matrices]
+        out = [x.new_empty(SEQUENCES, LENGTH, matrix.shape[1]) for matrix in matrices]
+        for to, matrix in zip(out, matrices, strict=True):
+            to[:, own] = mine @ matrix
+        whole = wait()
+        for to, matrix in zip(out, matrices, strict=True):
+            for rest in others:
+                if rest.start < rest.stop:
+                    to[:, rest] = whole[:, rest] @ matrix
+        return out
+
+    def run(ranks: Ranks) -> Any:
+        match case.kind:
+            case "f":
+                wait = ranks.reduce(of_input())
+                return of_weights(x), wait()
+            case "column":
+                return in_two(ranks, [weight.T for weight in weights])
+            case "column back":
+                again = ranks.gather(mine, x)
+                scattered = ranks.scatter(of_input(), mine)
+                return of_weights(again()), scattered()
+            case "row back":
+                return in_two(ranks, [weight.T for weight in weights])  # the gradient of the input; the weight's comes after in any case
+
+    ways = [Ranks(group, way, Worker(), sizes) for way in WAYS]
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(case.rounds):
-        for way, found in seconds.items():
+        for ranks in ways:
             collectives.barrier(group, "begin")
             start = time.perf_counter()
-            run(way)
+            run(ranks)
             collectives.barrier(group, "end")
-            found.append(time.perf_counter() - start)
-    return {way: statistics.median(found) for way, found in seconds.items()}
+            seconds[ranks.way].append(time.perf_counter() - start)
+    return seconds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--backend", choices=("shm", "gloo"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--kind", choices=sorted({kind for kind, _ in CASES}))
     options = parser.parse_args()
-    print(f"{'over':5} {'dtype':9} {'case':9} {'products':>10} {'after':>10} {'beside':>10} {'saved':>10}")
-    for backend in ("shm", "gloo"):
-        for dtype in ("float32", "bfloat16"):
-            for name in CASES:
-                found = spawn(measure, options.ranks, (Case(name, dtype, options.rounds),), backend)[0]
-                numbers = (*found.values(), found["after"] - found["beside"])
-                print(f"{backend:5} {dtype:9} {name:9} " + " ".join(f"{1e3 * n:7.2f} ms" for n in numbers), flush=True)
+    print(f"{'over':5} {'dtype':9} {'case':20} {'products':>10} {'after':>10} {'beside':>10}   saved (quartiles)")
+    for backend in (options.backend,) if options.backend else ("shm", "gloo"):
+        for dtype in (options.dtype,) if options.dtype else ("float32", "bfloat16"):
+            for kind, layers in (case for case in CASES if options.kind in (None, case[0])):
+                found = spawn(measure, options.ranks, (Case(kind, layers, dtype, options.rounds),), backend)[0]
+                saved = [1e3 * (a - b) for a, b in zip(found["after"], found["beside"], strict=True)]
+                low, middle, high = statistics.quantiles(saved, n=4)
+                times = " ".join(f"{1e3 * statistics.median(found[way]):7.2f} ms" for way in WAYS)
+                print(f"{backend:5} {dtype:9} {kind + ' ' + layers:20} {times}  {middle:6.2f} ms ({low:.2f} to {high:.2f})", flush=True)
 
 
 if __name__ == "__main__":

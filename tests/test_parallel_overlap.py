@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 
-from colrow.comm import local
+from colrow.comm import collectives, local
 from colrow.comm.background import Worker, begin
 from colrow.comm.collectives import all_reduce
 from colrow.comm.group import Group
@@ -32,11 +33,11 @@ from .test_train_run import SETTINGS, trained
 
 @pytest.fixture(autouse=True)
 def workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = local.LocalTransport.__init__
+    original, shared = local.LocalTransport.__init__, {}
 
     def init(self: Any, *args: Any) -> None:
         original(self, *args)
-        self.worker = Worker()
+        self.worker = shared.setdefault((self._board, self._world_rank), Worker())  # of a rank's groups, as over gloo
 
     monkeypatch.setattr(local.LocalTransport, "__init__", init)
 
@@ -60,6 +61,15 @@ def test_five_steps_are_those_of_the_whole_model(family: str, of_a_pass: int, pr
     """Linear and Conv1D, biases, parallel blocks, whole k and v, experts. The first pass sees which layers there are, five use it."""
     equal_on_ranks(family, 3, "off", torch.float64, TOLERANCE)
     assert len(products) == 5 * 3 * of_a_pass
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"), [("llama-bias", "again"), ("gpt2", "again"), ("gpt2", "keep"), ("phi", "again"), ("opt", "again")]
+)
+def test_five_steps_on_slices_of_the_sequence(family: str, mode: str, products: list[int]) -> None:
+    """Gathers of the sequence in f's place, and collectives and bytes as predicted; OPT's rows of all sequences are one dim."""
+    equal_on_ranks(family, 3, mode, torch.float64, TOLERANCE)
+    assert products
 
 
 def test_the_all_reduce_runs_while_the_weight_gradients_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +97,72 @@ def test_the_all_reduce_runs_while_the_weight_gradients_are_computed(monkeypatch
 
     plan, copies = derive(at.config, 2), [copy.deepcopy(at.model) for _ in range(2)]
     run_threads(task, 2)
+
+
+def test_sequences_are_gathered_beside_input_gradients_and_scattered_beside_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is done before the products beside it: of the first, until the second product behind the gather begins its own."""
+    here = threading.local()
+    multiplied, computed = ([threading.Semaphore(0) for _ in range(2)] for _ in range(2))
+    leave, gradients, all_gather, reduce_scatter = Deferred.leave, Deferred.gradients, collectives.all_gather, collectives.reduce_scatter
+    at = whole(case("llama"))
+    plan, copies = derive(at.config, 2), [copy.deepcopy(at.model) for _ in range(2)]
+
+    def left(self: Any, *args: Any) -> None:
+        leave(self, *args)
+        if len(self._products) == 2:
+            multiplied[here.rank].release()
+
+    def found(self: Any) -> Any:
+        out = gradients(self)
+        computed[here.rank].release()
+        return out
+
+    def gathered(x: torch.Tensor, group: Group, name: str, *rest: Any) -> torch.Tensor:
+        if name.endswith("layernorm.output.again") and not group.counters.phase:  # behind the last norm stands one product
+            assert multiplied[group.rank].acquire(timeout=20), f"{name} before products"
+        return all_gather(x, group, name, *rest)
+
+    def scattered(x: torch.Tensor, group: Group, name: str, *rest: Any) -> torch.Tensor:
+        if name.endswith(".grad"):
+            assert computed[group.rank].acquire(timeout=20), f"{name} before weight gradients"
+        return reduce_scatter(x, group, name, *rest)
+
+    for module, name, patched in (
+        (Deferred, "leave", left),
+        (Deferred, "gradients", found),
+        (collectives, "all_gather", gathered),
+        (collectives, "reduce_scatter", scattered),
+    ):
+        monkeypatch.setattr(module, name, patched)
+
+    def task(group: Group) -> None:
+        here.rank = group.rank
+        model = parallelize(copies[group.rank], plan, group, "again")
+        for group.counters.phase in ("first", ""):  # in which nothing is known yet
+            model(at.ids, labels=at.ids).loss.backward()
+
+    run_threads(task, 2)
+
+
+def test_collectives_keep_the_order_in_which_they_were_begun() -> None:
+    """Also those of a part of the ranks, and one that is not begun but done."""
+
+    def task(group: Group) -> list[str]:
+        pair = group.sub((0, 1))
+        group.counters.events = []
+
+        def slowly(name: str, at: Group) -> torch.Tensor:
+            time.sleep(0.05)
+            return all_reduce(torch.ones(2), at, name)
+
+        waits = [begin(lambda: slowly("first", group), group)]
+        if pair is not None:
+            waits.append(begin(lambda: slowly("second", pair), pair))
+        all_reduce(torch.ones(2), group, "third")
+        assert all(wait().sum() for wait in waits)
+        return [event.name for event in group.counters.events]
+
+    assert run_threads(task, 3) == [["first", "second", "third"], ["first", "second", "third"], ["first", "third"]]
 
 
 def test_recomputed_layers_dropout_and_frozen_weights_beside_an_adapter(products: list[int]) -> None:

@@ -118,7 +118,9 @@ def _objects(value: Any, group: Group, call: Call) -> list[Any]:
 
 
 def _counted(group: Group, call: Call, logical: torch.Tensor | None, move: Callable[[], int]) -> None:
-    """Runs `move`, which returns the bytes that this rank moved, and books it."""
+    """Runs `move`, which returns the bytes that this rank moved, and books it. What was begun before (background.py) is done first."""
+    if group.transport.worker is not None:
+        group.transport.worker.settle()
     if group.counters.watch is not None:
         with group.counters.watch(call, logical):
             move()

@@ -45,9 +45,9 @@ class GlooTransport:
 
     kind = "gloo"
 
-    def __init__(self, members: tuple[int, ...], world_rank: int, world: Any = None) -> None:
+    def __init__(self, members: tuple[int, ...], world_rank: int, world: Any = None, worker: Worker | None = None) -> None:
         self.waited = 0.0
-        self.worker: Worker | None = Worker()
+        self.worker: Worker | None = worker or Worker()
         self._members, self._rank, self._world = members, members.index(world_rank), world
         self._peers = [rank for rank in range(len(members)) if rank != self._rank]
         self._inbox = {peer: torch.empty(FIRST, dtype=torch.uint8) for peer in self._peers}
@@ -104,7 +104,7 @@ class GlooTransport:
     def sub(self, ranks: Sequence[int]) -> Transport | None:
         members = tuple(self._members[rank] for rank in ranks)
         mine = self._members[self._rank]
-        return GlooTransport(members, mine, self._world) if mine in members else None
+        return GlooTransport(members, mine, self._world, self.worker) if mine in members else None
 
     def close(self) -> None:
         """Nothing to do: the connections are the process group's, which `dist.disconnect` ends."""

@@ -74,6 +74,19 @@ def gather_sequence(x: torch.Tensor, group: Group, name: str, dim: int, sizes: S
     return _run(_GatherSequence, collectives.all_gather, x, group, name, dim, tuple(sizes))
 
 
+def gather_sequence_beside(
+    x: torch.Tensor,
+    group: Group,
+    name: str,
+    dim: int,
+    sizes: Sequence[int],
+    beside: Callable[[], Sequence[torch.Tensor | None]],
+    others: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """gather_sequence, whose reduce-scatter runs while `beside()` computes the gradients of `others`: as copy_beside is to copy_to."""
+    return _GatherSequenceBeside.apply(x, group, name, dim, tuple(sizes), beside, *others)
+
+
 def reduce_scatter_sequence(x: torch.Tensor, group: Group, name: str, dim: int, sizes: Sequence[int]) -> torch.Tensor:
     """Forward: reduce-scatter along `dim`. Backward: all-gather. Partial sums after split work, into sequence slices."""
     return _run(_ReduceScatterSequence, collectives.reduce_scatter, x, group, name, dim, tuple(sizes))
@@ -172,6 +185,29 @@ class _GatherSequence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return collectives.reduce_scatter(grad, *ctx.args), None, None, None, None
+
+
+class _GatherSequenceBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        group: Group,
+        name: str,
+        dim: int,
+        sizes: tuple[int, ...],
+        beside: Callable[[], Sequence[torch.Tensor | None]],
+        *others: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.args, ctx.beside = (group, f"{name}.grad", dim, sizes), beside
+        return collectives.all_gather(x, group, name, dim, sizes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        wait = background.begin(lambda: collectives.reduce_scatter(grad, *ctx.args), ctx.args[0])
+        found = ctx.beside()
+        return wait(), None, None, None, None, None, *found
 
 
 class _ReduceScatterSequence(torch.autograd.Function):

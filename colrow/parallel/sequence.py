@@ -27,13 +27,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..comm import collectives, regions
+from ..comm import background, collectives, regions
 from ..comm.group import Group
 from ..errors import UserError
 from ..partition import balance
 from ..planning import sequence as planning
 from ..planning.plan import Plan
 from ..planning.sequence import Cut
+from . import overlap
 from .borders import on_input, on_output
 
 Mode = Literal["off", "again", "keep"]
@@ -53,6 +54,7 @@ class Sequence:
     batch: int = 0  # sequences, and
     sizes: list[int] = field(default_factory=list)  # of the slices, in the pass that runs now
     _known: list[_Gathered] = field(default_factory=list)
+    _deferred: dict[str, overlap.Deferred] = field(default_factory=dict)  # of the last pass
 
     @property
     def mode(self) -> Mode:
@@ -92,11 +94,21 @@ class Sequence:
             whole = known.whole()
             if known.slice() is x and whole is not None and known.version == x._version:
                 return whole
-        whole = regions.gather_sequence(self._apart(x), self.group, name, DIM, self.sizes)
-        whole = whole if x.dim() > 2 else whole.flatten(0, 1)
+        whole = self._gathered(x, name)
         kept = (lambda: whole) if name in self.shared else weakref.ref(whole)
         made = _Gathered(weakref.ref(x), self._apart(x.detach()), kept, x._version, whole._version, name, list(self.sizes))
         self._known = [*self._known[1 - REMEMBERED :], made]
+        return whole
+
+    def _gathered(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Its backward pass runs beside products where that gains time."""
+        apart = self._apart(x)
+        if self.group.transport.worker is None or not (x.requires_grad and torch.is_grad_enabled()):
+            whole = regions.gather_sequence(apart, self.group, name, DIM, self.sizes)
+            return whole if x.dim() > 2 else whole.flatten(0, 1)
+        whole, self._deferred[name] = overlap.gather(apart, self.group, name, DIM, self.sizes, self._deferred.get(name))
+        whole = whole if x.dim() > 2 else whole.flatten(0, 1)
+        overlap.belongs(whole, self._deferred[name])
         return whole
 
     def _apart(self, x: torch.Tensor) -> torch.Tensor:
@@ -145,7 +157,8 @@ class _Gathered:
 
 @dataclass(eq=False)
 class _Promise:
-    """The slice of what was gathered; `whole` gathers it again at the first use in the backward pass and lets go after the last."""
+    """The slice of what was gathered; it is gathered again at the first use in the backward pass, at once (`whole`) or beside what is
+    computed (`begin`), and let go of after the last."""
 
     mine: torch.Tensor
     group: Group
@@ -153,12 +166,16 @@ class _Promise:
     sizes: list[int]
     uses: int = 0
     used: int = 0
-    found: torch.Tensor | None = None
+    found: Callable[[], torch.Tensor] | None = None
+
+    def begin(self) -> Callable[[], torch.Tensor]:
+        """What waits for it."""
+        if self.found is None:
+            self.found = background.begin(lambda: collectives.all_gather(self.mine, self.group, self.name, DIM, self.sizes), self.group)
+        return self.found
 
     def whole(self) -> torch.Tensor:
-        if self.found is None:
-            self.found = collectives.all_gather(self.mine, self.group, self.name, DIM, self.sizes)
-        whole, self.used = self.found, self.used + 1
+        whole, self.used = self.begin()(), self.used + 1
         if self.used == self.uses:
             self.found, self.used = None, 0
         return whole
@@ -171,8 +188,10 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _unpack(saved: Any) -> torch.Tensor:
     if isinstance(saved, torch.Tensor):
         return saved
-    promise, size, stride, offset = saved
-    return promise.whole().as_strided(size, stride, offset)
+    promise, *view = saved
+    if overlap.postponed(promise.begin, lambda: promise.whole().as_strided(*view)):
+        return promise.mine  # in place of it
+    return promise.whole().as_strided(*view)
 
 
 def make(model: nn.Module, plan: Plan, group: Group, mode: Mode) -> Sequence | None:

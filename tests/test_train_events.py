@@ -1,4 +1,4 @@
-"""Curves in TensorBoard's file format: read back field by field, checksums against a known one, runs that go on."""
+"""Curves in TensorBoard's file format: read back field by field, checksums against a known one, runs that go on. The curve as a PNG."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from colrow.cli.options import check_png
+from colrow.errors import UserError
 from colrow.train.events import EventFile, masked_crc
 from colrow.train.journal import Journal
 from colrow.train.trainer import Evaluation, Resumed, Step
@@ -53,6 +55,36 @@ def test_a_run_that_goes_on_has_each_step_once(tmp_path: Path) -> None:
     second.add(step(3))
     (path,) = tmp_path.glob("events.out.tfevents.*")
     assert [event[10] for event in events(path)[1:]] == [1, 2, 2, 3]
+
+
+def test_the_curve_as_a_png(tmp_path: Path) -> None:
+    """Pixels: the curve's color where it was drawn, more of it with more steps; a point alone is seen, steps without a number are not."""
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    path, dark = tmp_path / "loss.png", []
+    journal = Journal(tmp_path, "run", path)
+    journal.draw()
+    assert not path.exists(), "no steps yet"
+    for number, loss in enumerate((3.0, 2.0, float("nan"), 1.0), 1):
+        journal.add(Step(number, 4, loss, 1.0, 1e-3, 100, 0.5))
+        journal.draw()
+        pixels = image.imread(path)[:, 120:, :3]  # without the numbers at the left
+        dark.append(int(((pixels - [0x22 / 255, 0x44 / 255, 0x77 / 255]).__abs__().max(2) < 0.02).sum()))
+    assert pixels.shape[0] > 400
+    assert 0 < dark[0]
+    assert dark[0] < dark[1] == dark[2]
+    assert dark[3] > 500
+
+
+def test_a_png_that_cannot_be_drawn_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_png(None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    check_png(tmp_path / "loss.png")
+    for path, words in ((tmp_path / "loss.jpg", "as a PNG"), (tmp_path / "none" / "loss.png", "no directory")):
+        with pytest.raises(UserError, match=words):
+            check_png(path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs the package matplotlib"):
+        check_png(tmp_path / "loss.png")
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:

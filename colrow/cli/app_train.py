@@ -9,7 +9,7 @@ import typer
 
 from . import show
 from .arguments import Backend, Dtype, Gate, Model, PlanFile, Split, Tp, Trace, Trust
-from .options import check_peft, check_writable, opened
+from .options import check_peft, check_png, check_writable, opened
 
 
 def train(
@@ -48,6 +48,7 @@ def train(
     dtype: Dtype = "auto",
     backend: Backend = "auto",
     gate: Gate = True,
+    curve: Annotated[Path | None, typer.Option(help="Draw the loss curve as a PNG too (matplotlib); --out has SVG and HTML.")] = None,
     trace: Trace = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -59,6 +60,7 @@ def train(
 
     rest: dict[str, Any] = {"evaluate_every": eval_every, "save_every": save_every, "packed": pack, "recompute": recompute}
     check_peft(lora > 0)
+    check_png(curve)
     check_writable(trace, "--trace trace.json")
     rest |= {"lora": lora, "lora_alpha": lora_alpha, "lora_targets": tuple(filter(None, lora_targets.split(",")))}
     rest |= {"dp": dp, "smoothing": label_smoothing, "z_loss": z_loss}
@@ -78,7 +80,7 @@ def train(
         **rest,
     )
     ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, trace=trace is not None, int8=False, dp=dp)
-    show.train(ranks * dp, backend, opening, settings, (data, evaluation), out, trace)
+    show.train(ranks * dp, backend, opening, settings, (data, evaluation), out, trace, curve)
 
 
 def export(

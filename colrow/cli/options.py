@@ -171,6 +171,15 @@ def check_peft(wanted: bool) -> None:
         raise UserError("adapters need the package peft, which is not installed", works="pip install peft")
 
 
+def check_png(path: Path | None) -> None:
+    """UserError where the loss curve could not be drawn into this file. matplotlib is not imported, which takes a second."""
+    if path is not None and path.suffix != ".png":
+        raise UserError("the loss curve is drawn as a PNG", path, "--curve loss.png (the --out directory has it as SVG and HTML)")
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("a PNG needs the package matplotlib, which is not installed", path, "pip install matplotlib, or loss.svg in --out")
+    check_writable(path, "--curve loss.png")
+
+
 def at_least_1(max_new_tokens: int | None) -> int | None:
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UserError("max-new-tokens must be at least 1", max_new_tokens, "--max-new-tokens 100")

@@ -80,13 +80,20 @@ def _ask() -> str:
 
 
 def train(
-    ranks: int, backend: str, opening: Opening, settings: Any, files: tuple[Path, Path | None], out: Path, trace: Path | None = None
+    ranks: int,
+    backend: str,
+    opening: Opening,
+    settings: Any,
+    files: tuple[Path, Path | None],
+    out: Path,
+    trace: Path | None = None,
+    png: Path | None = None,
 ) -> None:
     files = check_training_files(*files, out, opening.files)
     with Screen() as screen, _ranks(ranks, backend, screen, f"{__package__}.train") as stream:
         from . import train as command
 
-        traced = command.show(stream, screen, opening, settings, files, out.resolve())
+        traced = command.show(stream, screen, opening, settings, files, out.resolve(), png and png.resolve())
     if trace is not None and traced is not None:
         _write_trace(trace, traced)
 

@@ -56,10 +56,10 @@ class Finished:
 
 
 def train(
-    world: Group, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path
+    world: Group, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path, png: Path | None = None
 ) -> Iterator[Stage | Begun | Event | Traced | Finished]:
     """Stages of the start, then what the trainer tells, then the end. `files`: training data, evaluation data. `world`: all ranks, those
-    of the first replica first."""
+    of the first replica first. `png`: where the loss curve is drawn besides."""
     stages = Stages()
     replicas = Replicas.single(world) if settings.dp == 1 else Replicas.of(world, settings.dp)
     group = replicas.group
@@ -94,7 +94,7 @@ def train(
     yield Begun(len(documents), len(rows), sum(len(row.ids) for row in rows), words)
     padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     trainer = Trainer(model, rows, settings, out, asked, padding, tokenizer.save_pretrained, replicas)
-    journal = Journal(out, opening.files.name) if world.rank == 0 else None
+    journal = Journal(out, opening.files.name, png) if world.rank == 0 else None
     watch = Watch(world, opening.trace)
     yield from watch.begin()
     for event in trainer.run():
@@ -143,12 +143,20 @@ def lora_config(settings: Settings, files: ModelFiles, model: Any) -> Any:
     )
 
 
-def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path) -> Traced | None:
+def show(
+    stream: Any,
+    screen: Screen,
+    opening: Opening,
+    settings: Settings,
+    files: tuple[Path, Path | None],
+    out: Path,
+    png: Path | None = None,
+) -> Traced | None:
     """Runs `train` on the ranks behind `stream` and prints what comes; returns the trace, if one was asked for."""
     terminal, traced = screen.is_terminal, None
     last: Step | None = None
     begun = False  # never on those ranks of torchrun that have nothing to tell
-    for item in stream(train, opening, settings, files, out):
+    for item in stream(train, opening, settings, files, out, png):
         match item:
             case Stage():
                 screen.show(item.name, item.done, item.total)
@@ -172,7 +180,7 @@ def show(stream: Any, screen: Screen, opening: Opening, settings: Settings, file
                 traced = item
             case Finished():
                 screen.clear()
-                finish(item, out)
+                finish(item, out, png)
     if begun and last is None:
         note("nothing left to do: the run in this directory is at its end")
     return traced
@@ -183,13 +191,13 @@ def step_words(step: Step) -> str:
     return f"{words:12} loss {step.loss:.4f}  norm {step.norm:.3g}  rate {step.rate:.2e}  {step.tokens / step.seconds:.0f} tokens/s"
 
 
-def finish(item: Finished, out: Path) -> None:
+def finish(item: Finished, out: Path, png: Path | None) -> None:
     picture = curve.terminal(item.points)
     if picture:
         note(picture)
     for m in item.memory:
         note(f"{'memory' if m.rank == 0 else '':12} rank {m.rank}: {nbytes(m.resident)} resident, {nbytes(m.parameters)} of it parameters")
-    note(f"{'loss':12} {out / 'loss.html'}, {out / 'log.jsonl'}")
+    note(f"{'loss':12} {', '.join(map(str, filter(None, (out / 'loss.html', png, out / 'log.jsonl'))))}")
     say(str(item.model))
 
 

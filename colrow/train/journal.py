@@ -1,5 +1,5 @@
 """What a run leaves for people: log.jsonl, one line an event, and the loss by step as a page and as a picture, loss.html and loss.svg,
-and in a file for TensorBoard."""
+where it was asked for as a PNG, and in a file for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from . import curve
+from . import curve, plot
 from .checkpoint import AGAIN
 from .events import EventFile
 from .trainer import Evaluation, Event, Resumed, SavedAt, Step
@@ -19,8 +19,8 @@ from .writing import writing
 class Journal:
     """Written by one rank. A run that goes on from a checkpoint forgets the lines of the steps that it does again."""
 
-    def __init__(self, out: Path, title: str) -> None:
-        self.title, self.log, self.picture = title, out / "log.jsonl", out / "loss.html"
+    def __init__(self, out: Path, title: str, png: Path | None = None) -> None:
+        self.title, self.log, self.picture, self.png = title, out / "log.jsonl", out / "loss.html", png
         self.lines: list[dict[str, Any]] = []
         with self._writing():
             out.mkdir(parents=True, exist_ok=True)
@@ -60,16 +60,18 @@ class Journal:
             self.events.add(line["step"], {"evaluation": line["loss"]})
 
     def draw(self) -> None:
-        """loss.html and loss.svg, as far as the run has come. UserError where they cannot be written."""
+        """The pictures, as far as the run has come. UserError where they cannot be written."""
         with self._writing():
             self._draw()
 
     def _draw(self) -> None:
-        lines = [f"{self.title}: {len(self.points(Step))} steps"]
-        page = curve.page("Training loss", self.points(Step), self.points(Evaluation), lines)
+        steps, evaluations = self.points(Step), self.points(Evaluation)
+        page = curve.page("Training loss", steps, evaluations, [f"{self.title}: {len(steps)} steps"])
         self.picture.write_text(page, encoding="utf-8")
-        drawn = curve.picture({"loss": self.points(Step)}, self.points(Evaluation))
+        drawn = curve.picture({"loss": steps}, evaluations)
         self.picture.with_suffix(".svg").write_text(drawn, encoding="utf-8")
+        if self.png is not None:
+            plot.draw(self.png, f"Training loss of {self.title}", steps, evaluations)
 
     def points(self, kind: type) -> list[tuple[int, float]]:
         return [(line["step"], line["loss"]) for line in self.lines if line["event"] == kind.__name__.lower()]

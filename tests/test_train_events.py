@@ -70,7 +70,7 @@ def test_the_curve_as_a_png(tmp_path: Path) -> None:
         pixels = image.imread(path)[:, 120:, :3]  # without the numbers at the left
         dark.append(int(((pixels - [0x22 / 255, 0x44 / 255, 0x77 / 255]).__abs__().max(2) < 0.02).sum()))
     assert pixels.shape[0] > 400
-    assert 0 < dark[0]
+    assert dark[0] > 0
     assert dark[0] < dark[1] == dark[2]
     assert dark[3] > 500
 

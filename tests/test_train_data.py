@@ -12,7 +12,7 @@ import torch
 from colrow.comm.group import Group
 from colrow.errors import UserError
 from colrow.planning.derive import derive
-from colrow.train import curve, data
+from colrow.train import curve, data, lines
 from colrow.train.data import Document, Row
 from colrow.train.settings import Settings
 from colrow.train.step import IGNORED
@@ -32,9 +32,9 @@ def talker() -> object:
     return tokenizer
 
 
-def written(tmp_path: Path, *lines: object) -> Path:
+def written(tmp_path: Path, *entries: object) -> Path:
     path = tmp_path / "d.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n")
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in entries) + "\n")
     return path
 
 
@@ -170,3 +170,43 @@ def test_the_curve_shows_the_fall() -> None:
     assert "a &lt;title&gt;" in page
     assert curve.terminal([(1, 2.0)]) == ""
     assert "no steps" in curve.page("t", [(1, float("nan"))])
+
+
+def test_a_list_of_entries_strange_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
+    """U+2028 ends no line of JSON, although Python's splitlines() thinks so."""
+    entries = [{"text": "a\u2028b"}, {"prompt": "c", "completion": "d"}]
+    (tmp_path / "list.json").write_text(json.dumps(entries, ensure_ascii=False), encoding="utf-8-sig")
+    (tmp_path / "d.ndjson").write_bytes("\r\n".join(json.dumps(e, ensure_ascii=False) for e in entries).encode("utf-8-sig"))
+    for path in (tmp_path / "list.json", tmp_path / "d.ndjson"):
+        assert [said.pieces for said in lines.read(path)] == [(("a\u2028b", True),), (("c", False), ("d", True))]
+    (tmp_path / "list.json").write_text('[{"text": "a"}, {"txt": "b"}]')
+    with pytest.raises(UserError, match=r"list.json, entry 2 has no text"):
+        lines.read(tmp_path / "list.json")
+
+
+def test_json_lines_are_not_learned_as_running_text(tmp_path: Path) -> None:
+    written(tmp_path, {"text": "a b c"}).rename(tmp_path / "d.txt")
+    with pytest.raises(UserError, match=r"JSON lines would be read as running text .*ends in .jsonl"):
+        data.read(tmp_path / "d.txt", byte_level(), 100)
+    (tmp_path / "d.txt").write_text('{"a": 1} is a dict\n{"text": ""}\n')
+    assert len(data.read(tmp_path / "d.txt", byte_level(), 100)) == 1
+
+
+def test_tools_go_to_the_chat_template_or_are_refused(tmp_path: Path) -> None:
+    entry = {"messages": [*CHAT[:2]], "tools": [{"type": "function", "function": {"name": "find"}}]}
+    with pytest.raises(UserError, match="d.jsonl:1 has tools, and the model's chat template says nothing of them"):
+        data.read(written(tmp_path, entry), talker(), 100)
+    tokenizer = talker()
+    tokenizer.chat_template = "{% if tools %}{{ tools[0]['function']['name'] }}:{% endif %}" + TEMPLATE  # type: ignore[attr-defined]
+    (document,) = data.read(written(tmp_path, entry), tokenizer, 100)
+    assert bytes(document.ids) == b"find:[user]hi[assistant]yo"
+    assert learned(document) == b"yo"
+    with pytest.raises(UserError, match="tools of another form"):
+        data.read(written(tmp_path, entry | {"tools": "find"}), tokenizer, 100)
+
+
+def test_what_is_not_learned_is_told(tmp_path: Path) -> None:
+    entries = [{"prompt": "a" * 20, "completion": "b"}, {"prompt": "a", "completion": "b" * 20}, {"text": ""}, {"text": "c" * 30}]
+    told: list[str] = []
+    assert [len(d.ids) for d in data.read(written(tmp_path, *entries), byte_level(), 16, told.append)] == [16, 16, 15]
+    assert told == ["1 longer than 16 tokens, their ends are not learned", "2 left out, nothing to learn within 16 tokens"]

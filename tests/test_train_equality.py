@@ -1,5 +1,5 @@
-"""Issue 6's list: every family at tp = 1, 2, 3 and 4, with and without sequence parallelism. Five clipped AdamW steps in float64, one
-way in float32 too: loss, every gradient, parameters, replicas' bits, collectives and bytes."""
+"""Issue 6's list: every family at tp = 1, 2, 3 and 4, with and without sequence parallelism. Five clipped AdamW steps in float64, in
+float32 every family one way and some of them every way: loss, every gradient, parameters, replicas' bits, collectives and bytes."""
 
 from __future__ import annotations
 
@@ -128,10 +128,17 @@ def test_o30_five_steps(family: str, ranks: int, mode: str) -> None:
     equal_on_ranks(family, ranks, mode, torch.float64, TOLERANCE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_five_steps_in_float32(family: str) -> None:
-    """Against float64: 1e-5 of the loss, of each gradient and of each parameter, or of 1 where those are smaller."""
-    equal_on_ranks(family, 2, "again", torch.float32, 1e-5)
+IN_FLOAT32 = [
+    *((family, 2, "again") for family in FAMILIES),
+    *((family, *way) for family in ("llama-bias", "gpt2", "phi") for way in WAYS if way != (2, "again")),
+]
+
+
+@pytest.mark.parametrize(("family", "ranks", "mode"), IN_FLOAT32)
+def test_five_steps_in_float32(family: str, ranks: int, mode: str) -> None:
+    """Against float64: 1e-5 of the loss, of each gradient and of each parameter, or of 1 where those are smaller. Rounding
+    alone is 3e-7; parameters move by 4e-2."""
+    equal_on_ranks(family, ranks, mode, torch.float32, 1e-5)
 
 
 def test_there_are_enough_families_and_copies() -> None:

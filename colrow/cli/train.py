@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from ..comm.decide import on_rank_0
 from ..comm.group import Group
 from ..engine import account
 from ..engine.account import RankMemory, Stages
+from ..engine.stopping import context_limit
+from ..errors import UserError
 from ..parallel.adapter_files import peft
 from ..parallel.adapters import add_adapter, every_linear_layer
 from ..parallel.state import state_of
@@ -26,6 +28,7 @@ from ..planning.links import Machine
 from ..planning.models import require_text
 from ..planning.plan import Plan
 from ..train import curve, data
+from ..train.data import Row
 from ..train.export import export
 from ..train.journal import Journal
 from ..train.replicas import Replicas
@@ -87,11 +90,12 @@ def train(
     yield Stage("data")
     apart = settings.packed and keeps_documents_apart(model, model.config.get_text_config().vocab_size)
     settings = Settings(**vars(settings) | {"packed": apart})
-    documents = data.read(files[0], tokenizer, settings.length)
+    words = ["documents share rows" if apart else "one document a row"]
+    documents = data.read(files[0], tokenizer, settings.length, words.append)
     rows = data.pack(documents, settings.length, settings.packed)
     asked = data.pack(data.read(files[1], tokenizer, settings.length), settings.length, settings.packed) if files[1] else []
-    words = "documents share rows" if apart else "one document a row"
-    yield Begun(len(documents), len(rows), sum(len(row.ids) for row in rows), words)
+    _check_length(rows + asked, model)
+    yield Begun(len(documents), len(rows), sum(len(row.ids) for row in rows), "; ".join(words))
     padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
     trainer = Trainer(model, rows, settings, out, asked, padding, tokenizer.save_pretrained, replicas)
     journal = Journal(out, opening.files.name, png) if world.rank == 0 else None
@@ -112,6 +116,13 @@ def train(
         export(out, result, adapter=bool(settings.lora))
         yield Finished(result, tuple(journal.points(Step)), memory)
     barrier(world, "train.exported")
+
+
+def _check_length(rows: Sequence[Row], model: Any) -> None:
+    """UserError where rows are longer than the model was made for: tables of positions end there, and the others were not trained on."""
+    longest, limit = max(len(row.ids) for row in rows), context_limit(model.config)
+    if limit is not None and longest > limit:
+        raise UserError(f"there are rows of {longest} tokens, and the model was made for {limit}", longest, f"--length {limit}")
 
 
 def _predicting(settings: Settings, model: Any) -> Predict | None:

@@ -7,7 +7,7 @@ that no document sees another. Everything here is a function of the file and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,26 @@ class Row:
     positions: tuple[int, ...]
 
 
-def read(path: Path, tokenizer: Any, length: int) -> list[Document]:
-    """The documents of a file, none longer than `length` tokens. UserError names the line that cannot be used."""
+def read(path: Path, tokenizer: Any, length: int, tell: Callable[[str], None] = lambda words: None) -> list[Document]:
+    """The documents of a file, none longer than `length` tokens. UserError names the line that cannot be used. `tell` is told in words
+    what of the file is not learned: ends that were cut off, documents in which nothing is left to learn."""
     out: list[Document] = []
+    ended, empty = 0, 0
     for said in lines.read(path):
         pieces = tuple(_turns(said, tokenizer)) if said.messages else said.pieces
         whole = _tokens(tokenizer, pieces, begin=not said.messages)
-        out += _cut(whole, length) if all(learn for _, learn in pieces) else [Document(whole.ids[:length], whole.labels[:length])]
-    out = [document for document in out if len(document.ids) > 1 and any(label != IGNORED for label in document.labels[1:])]
+        running = all(learn for _, learn in pieces)
+        parts = list(_cut(whole, length)) if running else [Document(whole.ids[:length], whole.labels[:length])]
+        kept = [part for part in parts if any(label != IGNORED for label in part.labels[1:])]
+        out += kept
+        ended += bool(kept) and not running and len(whole.ids) > length
+        empty += not kept
     if not out:
-        raise UserError(f"{path} has nothing to learn from", "no document of two tokens or more", lines.FORMS)
+        raise UserError(f"{path} has nothing to learn from", f"no document with a second token within {length}", lines.FORMS)
+    if ended:
+        tell(f"{ended} longer than {length} tokens, their ends are not learned")
+    if empty:
+        tell(f"{empty} left out, nothing to learn within {length} tokens")
     return out
 
 
@@ -55,12 +65,22 @@ def _turns(said: Said, tokenizer: Any) -> Iterator[Piece]:
     if getattr(tokenizer, "chat_template", None) is None:
         raise UserError(f"{said.where} is a conversation, and the model has no chat template", works='{"text": ...}')
     written = ""
+
+    def templated(count: int, tools: Sequence[Any], **options: Any) -> str:
+        return tokenizer.apply_chat_template(list(said.messages[:count]), tools=list(tools) or None, tokenize=False, **options)
+
     for at, message in enumerate(said.messages):
         if message["role"] != "assistant":
             continue
         try:
-            asked = tokenizer.apply_chat_template(list(said.messages[:at]), tokenize=False, add_generation_prompt=True)
-            answered = tokenizer.apply_chat_template(list(said.messages[: at + 1]), tokenize=False)
+            asked = templated(at, said.tools, add_generation_prompt=True)
+            answered = templated(at + 1, said.tools)
+            if said.tools and not written and answered == templated(at + 1, ()):
+                raise UserError(
+                    f"{said.where} has tools, and the model's chat template says nothing of them", works="a model made for tools"
+                )
+        except UserError:
+            raise
         except Exception as error:  # templates raise what they like
             raise UserError(
                 f"{said.where}: the chat template refuses the conversation", str(error), "roles user and assistant in turn"
@@ -79,7 +99,7 @@ def _tokens(tokenizer: Any, pieces: Sequence[Piece], begin: bool) -> Document:
     ids: list[int] = []
     labels: list[int] = []
     for number, (text, learn) in enumerate(pieces):
-        new = list(tokenizer(text, add_special_tokens=begin and number == 0)["input_ids"])
+        new = list(tokenizer(text, add_special_tokens=begin and number == 0, verbose=False)["input_ids"])  # no word about its length
         ids += new
         labels += new if learn else [IGNORED] * len(new)
     end = tokenizer.eos_token_id

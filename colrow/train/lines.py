@@ -1,7 +1,9 @@
 """What a file of training data says, before there is a tokenizer: its documents as text, every line of it looked at.
 
     F.txt       running text
-    F.jsonl     one document a line: {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}
+    F.jsonl     one document a line: {"text": ...}, {"prompt": ..., "completion": ...} or
+                {"messages": [{"role": ..., "content": ...}, ...]}, with "tools": [...] where the conversation has some; F.ndjson too
+    F.json      the same, or all of them as one list
 
 Imports nothing heavy: a command looks at the data with it before it starts a rank. Not here: tokens and rows (data.py).
 """
@@ -9,24 +11,27 @@ Imports nothing heavy: a command looks at the data with it before it starts a ra
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 Piece = tuple[str, bool]  # text, and whether the model should learn to say it
 FORMS = 'lines such as {"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}'
 
 
 @dataclass(frozen=True)
 class Said:
-    """One document: pieces of text, or the messages of a conversation, in which the assistant speaks. `where`: the file and the line."""
+    """One document: pieces of text, or the messages of a conversation, in which the assistant speaks, and the tools that it may use, as
+    chat templates take them. `where`: the file and the line."""
 
     where: str
     pieces: tuple[Piece, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Any, ...] = ()
 
     @property
     def teaches(self) -> bool:
@@ -37,31 +42,62 @@ class Said:
 def read(path: Path) -> list[Said]:
     """The file's documents. UserError naming the line that cannot be used, or where there is nothing to learn from."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError("the data cannot be read", f"{path}: {error}", "a text file or JSONL in UTF-8") from error
-    if path.suffix not in (".jsonl", ".json"):
-        out = [Said(str(path), ((text, True),))]
+    if path.suffix in JSON_LINES:
+        out = [_said(entry, where) for entry, where in _entries(path, text)]
     else:
-        out = [_said(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        _refuse_json_lines(path, text)
+        out = [Said(str(path), ((text, True),))]
     if not any(said.teaches for said in out):
         raise UserError(f"{path} has nothing to learn from", f"{len(text)} characters", FORMS)
     return out
 
 
-def _said(line: str, where: str) -> Said:
+def _entries(path: Path, text: str) -> Iterator[tuple[Any, str]]:
+    """What JSON there is in the file, and where."""
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        yield from ((entry, f"{path}, entry {number}") for number, entry in enumerate(_parsed(text, str(path)), 1))
+        return
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would end lines within strings too: at U+2028
+        if line.strip():
+            yield _parsed(line, f"{path}:{number}"), f"{path}:{number}"
+
+
+def _parsed(text: str, where: str) -> Any:
     try:
-        entry = json.loads(line)
+        return json.loads(text)
     except ValueError as error:
         raise UserError(f"{where} is not JSON", str(error), FORMS) from error
+
+
+def _refuse_json_lines(path: Path, text: str) -> None:
+    """UserError where running text begins with a line that is a document as JSON: the model would learn the braces."""
+    try:
+        _said(json.loads(text.lstrip().partition("\n")[0]), str(path))
+    except (ValueError, UserError):
+        return
+    raise UserError("JSON lines would be read as running text from a file of this name", path, "a name that ends in .jsonl")
+
+
+def _said(entry: Any, where: str) -> Said:
     match entry:
         case {"messages": [_, *_] as messages}:
-            return Said(where, messages=_conversation(messages, where))
+            return Said(where, messages=_conversation(messages, where), tools=_tools(entry.get("tools"), where))
         case {"prompt": str(prompt), "completion": str(completion)}:
             return Said(where, ((prompt, False), (completion, True)))
         case {"text": str(text)}:
             return Said(where, ((text, True),))
     raise UserError(f"{where} has no text that colrow knows", sorted(entry) if isinstance(entry, dict) else type(entry).__name__, FORMS)
+
+
+def _tools(tools: Any, where: str) -> tuple[Any, ...]:
+    if tools is None:
+        return ()
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise UserError(f"{where} has tools of another form", tools, '"tools": [{"type": "function", "function": {...}}]')
+    return tuple(tools)
 
 
 def _conversation(messages: list[Any], where: str) -> tuple[Mapping[str, Any], ...]:

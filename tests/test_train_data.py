@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from transformers import BloomConfig
 
+from colrow.cli.screen import Screen
+from colrow.cli.train import _check_length, show
 from colrow.comm.group import Group
 from colrow.errors import UserError
 from colrow.planning.derive import derive
@@ -16,8 +22,9 @@ from colrow.train import curve, data, lines
 from colrow.train.data import Document, Row
 from colrow.train.settings import Settings
 from colrow.train.step import IGNORED
-from colrow.train.trainer import keeps_documents_apart
+from colrow.train.trainer import SavedAt, Step, keeps_documents_apart
 
+from . import tiny
 from .splitting import TOLERANCE, ask_split, case, whole
 from .test_engine_engine import TEMPLATE
 from .test_engine_text import byte_level
@@ -210,3 +217,27 @@ def test_what_is_not_learned_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     assert [len(d.ids) for d in data.read(written(tmp_path, *entries), byte_level(), 16, told.append)] == [16, 16, 15]
     assert told == ["1 longer than 16 tokens, their ends are not learned", "2 left out, nothing to learn within 16 tokens"]
+
+
+def test_rows_that_the_model_has_no_positions_for_are_refused() -> None:
+    model: Any = SimpleNamespace(config=tiny.config("gpt2"))
+    limit = model.config.max_position_embeddings
+    _check_length([Row((1,) * limit, (1,) * limit, (0,) * limit)], model)
+    with pytest.raises(UserError, match=f"rows of {limit + 1} tokens, and the model was made for {limit}"):
+        _check_length([Row((1,) * (limit + 1), (), ())], model)
+    _check_length([Row((1,) * 999, (), ())], SimpleNamespace(config=BloomConfig()))
+
+
+@pytest.mark.parametrize(("saves", "words"), [(False, "begins again, since nothing was saved"), (True, "goes on from step 1")])
+def test_who_interrupts_a_run_is_told_where_it_goes_on(saves: bool, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def stream(*_: object) -> Iterator[object]:
+        yield Step(1, 9, 2.0, 1.0, 1e-3, 100, 0.5)
+        if saves:
+            yield SavedAt(1, tmp_path / "checkpoints" / "step-1")
+        yield Step(2, 9, 1.0, 1.0, 1e-3, 100, 0.5)
+        raise KeyboardInterrupt
+
+    asked: Any = None
+    with pytest.raises(KeyboardInterrupt), Screen() as screen:
+        show(stream, screen, asked, asked, asked, tmp_path)
+    assert f"after step 2 of 9; the same command {words}" in capsys.readouterr().err

@@ -166,32 +166,41 @@ def show(
     """Runs `train` on the ranks behind `stream` and prints what comes; returns the trace, if one was asked for."""
     terminal, traced = screen.is_terminal, None
     last: Step | None = None
+    saved = 0  # the step of the last checkpoint
     begun = False  # never on those ranks of torchrun that have nothing to tell
-    for item in stream(train, opening, settings, files, out, png):
-        match item:
-            case Stage():
-                screen.show(item.name, item.done, item.total)
-            case Begun():
-                begun = True
-                screen.clear()
-                note(f"{'data':12} {item.documents} documents, {item.rows} rows, {item.tokens} tokens; {item.words}")
-            case Step():
-                last = item
-                if terminal:
-                    screen.show(step_words(item), item.step, item.steps)
-                elif item.step in (1, item.steps) or item.step % max(1, item.steps // 20) == 0:
-                    note(step_words(item))
-            case Resumed() | SavedAt():
-                screen.clear()
-                note(f"{'resumed' if isinstance(item, Resumed) else 'saved':12} {item.path}")
-            case Evaluation():
-                screen.clear()
-                note(f"{'evaluation':12} step {item.step}: loss {item.loss:.4f}")
-            case Traced():
-                traced = item
-            case Finished():
-                screen.clear()
-                finish(item, out, png)
+    try:
+        for item in stream(train, opening, settings, files, out, png):
+            match item:
+                case Stage():
+                    screen.show(item.name, item.done, item.total)
+                case Begun():
+                    begun = True
+                    screen.clear()
+                    note(f"{'data':12} {item.documents} documents, {item.rows} rows, {item.tokens} tokens; {item.words}")
+                case Step():
+                    last = item
+                    if terminal:
+                        screen.show(step_words(item), item.step, item.steps)
+                    elif item.step in (1, item.steps) or item.step % max(1, item.steps // 20) == 0:
+                        note(step_words(item))
+                case Resumed() | SavedAt():
+                    saved = item.step
+                    screen.clear()
+                    note(f"{'resumed' if isinstance(item, Resumed) else 'saved':12} {item.path}")
+                case Evaluation():
+                    screen.clear()
+                    note(f"{'evaluation':12} step {item.step}: loss {item.loss:.4f}")
+                case Traced():
+                    traced = item
+                case Finished():
+                    screen.clear()
+                    finish(item, out, png)
+    except KeyboardInterrupt:
+        screen.clear()
+        if last is not None:
+            begins = f"goes on from step {saved}" if saved else "begins again, since nothing was saved (--save-every 100)"
+            note(f"{'stopped':12} after step {last.step} of {last.steps}; the same command {begins}")
+        raise
     if begun and last is None:
         note("nothing left to do: the run in this directory is at its end")
     return traced

@@ -10,6 +10,7 @@ A row of an offer is float64: [not finite, floor, log-sum-exp, scores..., ids...
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,8 @@ def offer(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling, count: in
 
     In single mode the Gumbel noise is already in the score, since only the winner is sent.
     """
+    if sampling.greedy and (best := _greedy(logits, ids)) is not None:
+        return best
     out = torch.zeros(logits.shape[0], OFFER_HEAD + 2 * count, dtype=torch.float64)
     out[:, 1:OFFER_HEAD] = float("-inf")
     out[:, OFFER_HEAD : OFFER_HEAD + count] = float("-inf")
@@ -61,6 +64,20 @@ def offer(logits: torch.Tensor, ids: torch.Tensor, sampling: Sampling, count: in
     return out
 
 
+def _greedy(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
+    """The same for greedy sampling, in one look at the scores; None where they are not so plain. While weights stream through the cache
+    each of torch's ops is slow to begin."""
+    if logits.numel() == 0 or logits.device.type != "cpu" or logits.dtype not in (torch.float32, torch.float64):
+        return None
+    lines = logits.numpy()
+    places = lines.argmax(1).tolist()  # the first of equals; a NaN where there is one
+    scores = [float(line[at]) for line, at in zip(lines, places, strict=True)]
+    if not all(map(math.isfinite, scores)):
+        return None
+    rest = [float("-inf")] * (OFFER_HEAD - 1)
+    return torch.tensor([[0.0, *rest, score, int(ids[at])] for score, at in zip(scores, places, strict=True)], dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class Table:
     """All ranks' candidates of one row, best first, ties by id. Above `floor` nothing is missing; `log_total` is over the vocabulary."""
@@ -74,12 +91,21 @@ class Table:
 def check(offers: torch.Tensor, ranks: int) -> None:
     """NonFiniteLogits where a rank met NaN or infinity, or a row has no finite score. Every rank has the same offers, so all raise
     alike."""
-    count = (offers.shape[1] - OFFER_HEAD) // 2
-    for row, lines in enumerate(_by_row(offers, ranks)):
-        bad = int(lines[:, 0].sum())
-        if bad or bool((lines[:, OFFER_HEAD : OFFER_HEAD + count] == float("-inf")).all()):
+    heads = offers[:, [0, OFFER_HEAD]].tolist()  # what is not finite, and the best score
+    rows = len(heads) // ranks
+    for row in range(rows):
+        bad = int(sum(count for count, _ in heads[row::rows]))
+        if bad or all(score == float("-inf") for _, score in heads[row::rows]):
             what = f"{bad} logits of prompt {row} are NaN or infinite" if bad else f"all logits of prompt {row} are -infinity"
             raise NonFiniteLogits(f"{what}: try --dtype float32, and colrow verify on the model")
+
+
+def winners(offers: torch.Tensor, ranks: int) -> list[int]:
+    """Each row's token in single mode."""
+    lines = offers.tolist()
+    rows = len(lines) // ranks
+    offered = [[(-score, token) for *_, score, token in lines[row::rows] if token >= 0] for row in range(rows)]
+    return [int(min(found)[1]) for found in offered]
 
 
 def tables(offers: torch.Tensor, ranks: int) -> list[Table]:

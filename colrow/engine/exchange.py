@@ -16,7 +16,7 @@ from ..comm.collectives import all_gather, broadcast
 from ..comm.group import Group
 from ..errors import RankError
 from ..partition import Partition
-from .candidates import OFFER_HEAD, check, decide, offer, tables, width
+from .candidates import OFFER_HEAD, check, decide, offer, tables, width, winners
 from .columns import LOGITS, columns, gathered
 from .sampling import choose, penalize
 from .settings import Sampling
@@ -75,7 +75,7 @@ class Exchange:
         check(offers, self.group.size)
         found: list[int | None] = [None] * len(logits)
         if self.group.rank == 0:
-            found = [decide(table, self.sampling, row, number) for row, table in enumerate(tables(offers, self.group.size))]
+            found = list(self._chosen(offers, number))
         agreed = self._tell(found, number, ends)
         if agreed is not None:
             return agreed
@@ -85,6 +85,11 @@ class Exchange:
         agreed = self._tell(found, number, ends)
         assert agreed is not None
         return replace(agreed, gathered=True)
+
+    def _chosen(self, offers: torch.Tensor, number: int) -> Sequence[int | None]:
+        if self.sampling.single:
+            return winners(offers, self.group.size)
+        return [decide(table, self.sampling, row, number) for row, table in enumerate(tables(offers, self.group.size))]
 
     def _tell(self, found: Sequence[int | None], number: int, ends: Ends) -> Agreed | None:
         """Rank 0's decision on every rank; None where it asks for the full logits."""

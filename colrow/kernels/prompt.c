@@ -78,28 +78,39 @@ static void pack_values(const uint16_t *v, int64_t stride, int64_t keys, int64_t
         for (int64_t i = 0; i < d; i++) to[((i / PANEL * pairs + t / 2) * PANEL + i % PANEL) * 2 + t % 2] = v[t * stride + i];
 }
 
+/* e^x of x <= 0, to 4 millionths, which is far below what bfloat16 keeps; 0 of -infinity. x = n ln 2 + r, and a polynomial for e^r. */
+PAIRS INLINE __m512 power(__m512 x) {
+    const __m512 round = _mm512_set1_ps(12582912.0f); /* adding 1.5 * 2^23 rounds to a whole number */
+    x = _mm512_max_ps(_mm512_set1_ps(-105), x);       /* in this order NaN stays */
+    const __m512 n = _mm512_sub_ps(_mm512_fmadd_ps(x, _mm512_set1_ps(1.44269504f), round), round);
+    const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.69314718f), x);
+    __m512 p = _mm512_set1_ps(1.0f / 120);
+    const float rest[] = {1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
+#pragma GCC unroll 5
+    for (int i = 0; i < 5; i++) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(rest[i]));
+    return _mm512_scalef_ps(p, n);
+}
+
 /* Turns the first `count` scores of a row into weights, of which those that are not seen are 0, like those up to `end`. Returns their sum. */
 PAIRS static float weigh(float *s, uint16_t *weights, int64_t count, int64_t end, float scale, const uint8_t *seen) {
-    float top = -INFINITY;
-    if (seen)
-        for (int64_t t = 0; t < count; t++) s[t] = seen[t] ? s[t] * scale : -INFINITY;
-    else
-        for (int64_t t = 0; t < count; t++) s[t] *= scale;
-    Floats tops = top - (Floats){0};
-    int64_t t = 0;
-    for (; t + LANES <= count; t += LANES) {
-        const Floats v = load_f32(s + t);
-        const Ints larger = v > tops;
-        tops = (Floats)(((Ints)v & larger) | ((Ints)tops & ~larger));
+    const __m512 scales = _mm512_set1_ps(scale), none = _mm512_set1_ps(-INFINITY);
+    __m512 tops = none, sums = _mm512_setzero_ps();
+    for (int64_t t = 0; t < count; t += LANES) {
+        __mmask16 known = count - t < LANES ? (__mmask16)((1u << (count - t)) - 1) : (__mmask16)-1;
+        if (seen) known &= _mm_test_epi8_mask(_mm_maskz_loadu_epi8(known, seen + t), _mm_set1_epi8(-1));
+        const __m512 v = _mm512_mask_mul_ps(none, known, _mm512_loadu_ps(s + t), scales);
+        _mm512_storeu_ps(s + t, v);
+        tops = _mm512_max_ps(v, tops);
     }
-    for (int i = 0; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
-    for (; t < count; t++) top = s[t] > top ? s[t] : top;
-    for (t = 0; t < count; t++) s[t] = s[t] == -INFINITY ? 0 : exponential(s[t] - top);
-    for (; t < end; t++) s[t] = 0;
-    Floats sums = {0}; /* a key's weight is added in the same lane however many keys there are, and zeros change nothing */
-    for (t = 0; t < end; t += LANES) sums += load_f32(s + t);
-    for (t = 0; t < end; t++) weights[t] = to_bf16(s[t]);
-    return total(sums);
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(tops));
+    for (int64_t t = 0; t < count; t += LANES) {
+        const __m512 v = power(_mm512_sub_ps(_mm512_loadu_ps(s + t), top));
+        const __m256bh rounded = _mm512_cvtneps_pbh(v);
+        sums = _mm512_add_ps(sums, v);
+        memcpy(weights + t, &rounded, sizeof rounded);
+    }
+    for (int64_t t = up(count, LANES); t < end; t++) weights[t] = 0;
+    return _mm512_reduce_add_ps(sums);
 }
 
 /* The attention of one KV head's queries, of every `parts`-th block from `part` on. 0, or 1 where there is no memory. */

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config
 
 import colrow.proof
 from colrow.errors import UserError
 from colrow.planning.derive import derive
+from colrow.proof import probe, whole
 from colrow.proof.integers import Integers, candidates
 from colrow.proof.probe import shapes
 from colrow.proof.shrink import SMALL_ENOUGH, shrink
@@ -93,3 +95,30 @@ def test_no_architecture_is_known_by_name():
         code = [line.split("#")[0] for line in file.read_text().splitlines()]
         quoted = {part for line in code for part in line.split('"')[1::2]}
         assert not names & quoted, file.name
+
+
+def test_a_model_that_cannot_be_built_on_fake_tensors_still_runs_on_them(monkeypatch):
+    """DeepSeek-V4 converts parts of itself while it is built, which fake tensors refuse (or not, by what is in memory)."""
+    built = []
+
+    def build(config, dtype, *more):
+        device = str(torch.get_default_device())
+        built.append(device)
+        if device != "meta":
+            raise RuntimeError("_apply(): Couldn't swap DeepseekV4HyperConnection.fn")
+        return whole.build(config, dtype, *more)
+
+    config = tiny.config("llama-tied")
+    found = probe.shapes(config)
+    monkeypatch.setattr(probe, "RUN_FOR_REAL", 0)
+    monkeypatch.setattr(probe, "build", build)
+    assert probe.runs(config, found)
+    assert built == ["cpu", "meta"]
+    monkeypatch.setattr(probe, "_filled", lambda model: model)
+    assert not probe.runs(config, found), "what is on meta is no fake tensor"
+
+
+def test_shapes_are_those_of_the_config_whatever_was_looked_at_before():
+    sizes = [probe.shapes(tiny.config("llama", vocab_size=n)).sizes["lm_head.weight"] for n in (101, 53, 101)]
+    assert sizes == [(101, 72), (53, 72), (101, 72)]
+    assert probe.shapes(tiny.config("llama")) is probe.shapes(tiny.config("llama"))

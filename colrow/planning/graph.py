@@ -24,7 +24,7 @@ from .means import TAKEN, Mean, numbered
 from .measured import Measured
 from .models import is_table
 from .rules import Axes, follow
-from .trace import Call, Op, Ref, Trace, TraceError
+from .trace import Call, Op, Ref, Trace, TraceError, collecting_later
 
 REALISTIC = {"B": 4, "S": 1024, "E": 1024}
 """Sizes that stand for the traced ones in costs: with the traced ones, attention scores look smaller than a hidden vector."""
@@ -46,6 +46,7 @@ class Border:
 class Graph:
     """See the module docstring. Leaves are compared by identity."""
 
+    @collecting_later()
     def __init__(self, trace: Trace) -> None:
         if not trace.ops:
             raise TraceError("the forward pass runs no op")

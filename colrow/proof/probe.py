@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, unset_fake_temporarily
 from transformers import PreTrainedConfig
 
 from ..planning.inputs import fitting, moved
@@ -48,8 +50,21 @@ class Shapes:
         return sum(torch.Size(shape).numel() for shape in self.sizes.values())
 
 
+_KNOWN: dict[tuple[type, str], Shapes] = {}
+ENOUGH = 1024  # configs whose shapes are kept: a search comes back to many of them
+
+
 def shapes(config: PreTrainedConfig) -> Shapes:
-    """Builds the model on meta; raises what the model raises for sizes that it cannot have."""
+    """Builds the model on meta, once for each config; raises what the model raises for sizes that it cannot have."""
+    key = (type(config), json.dumps(config.to_dict(), sort_keys=True, default=str))
+    if key not in _KNOWN:
+        if len(_KNOWN) >= ENOUGH:
+            _KNOWN.clear()
+        _KNOWN[key] = _shapes(config)
+    return _KNOWN[key]
+
+
+def _shapes(config: PreTrainedConfig) -> Shapes:
     with torch.device("meta"):
         model = build(config, torch.float32)
     sizes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -68,10 +83,10 @@ def runs(config: PreTrainedConfig, found: Shapes, inputs: tuple[str, ...] = (), 
         return _traced(config) == set(inputs)
     try:
         if found.elements <= RUN_FOR_REAL:
-            _forward(config, length, torch.float32)
+            _forward(build(config, torch.float32), length)
         else:
             with FakeTensorMode(), _quiet("torch._subclasses.fake_tensor"):
-                _forward(config, length, torch.bfloat16)  # in which grouped products of experts exist
+                _forward(_fake(config), length)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return True  # reached code that looks at values (routing to experts): sizes fitted up to there
     except Exception:  # a model may refuse a size with an error of any kind; which one does not matter here
@@ -99,7 +114,33 @@ def _quiet(logger: str) -> Iterator[None]:
         log.setLevel(level)
 
 
-def _forward(config: PreTrainedConfig, length: int, dtype: torch.dtype) -> None:
+def _fake(config: PreTrainedConfig) -> nn.Module:
+    """The model on fake tensors, in bfloat16, in which grouped products of experts exist. One that converts parts of itself while it is
+    built (DeepSeek-V4) cannot be built on them, or only by chance: on meta first then."""
+    try:
+        return build(config, torch.bfloat16)
+    except RuntimeError as error:
+        if "swap" not in str(error):
+            raise
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = build(config, torch.bfloat16)
+    return _filled(model)
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    """The model on the CPU, with tensors of the mode that it is called in for those that it has on meta; tied ones stay one."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        places: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for held in places:
+            for name, old in held.items():
+                if old is not None and id(old) not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype, device="cpu")
+                    made[id(old)] = nn.Parameter(new, False) if held is module._parameters else new
+                held[name] = made[id(old)] if old is not None else None
+    return model
+
+
+def _forward(model: nn.Module, length: int) -> None:
     with torch.no_grad():
-        model = build(config, dtype)
         call(model, moved(fitting(model, 2, length), torch.device("cpu"), model))

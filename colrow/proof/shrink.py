@@ -57,9 +57,11 @@ def shrink(config: PreTrainedConfig, ranks: int, weights: Sequence[float] | None
     if full.elements <= SMALL_ENOUGH:
         return Small(config, plan, ())
     wanted = structure(plan)
+    integers = Integers(config)
+    few = _fewer_layers(integers, plan, full)
     floors: list[Floor] = [*(functools.partial(_constant, floor) for floor in FLOORS), _share]
     for floor in floors:
-        small, changes = _search(config, plan, full, floor)
+        small, changes = _search(integers, few, plan, floor)
         derived = derive(small, ranks, weights)
         if structure(derived) == wanted:
             return Small(small, derived, changes)
@@ -78,10 +80,10 @@ def _share(size: int) -> int:
     return size if size <= KEPT else min(max(size // PROPORTION, FLOORS[0]), 2 * FLOORS[-1])
 
 
-def _search(config: PreTrainedConfig, plan: Plan, full: Shapes, floor: Floor) -> tuple[PreTrainedConfig, tuple[tuple[str, Any, Any], ...]]:
-    """Fewer layers first, so that every later try is cheap; then one size after the other, the largest first."""
-    integers = Integers(config)
-    state = _fewer_layers(integers, plan, full)
+def _search(
+    integers: Integers, state: dict[str, Any], plan: Plan, floor: Floor
+) -> tuple[PreTrainedConfig, tuple[tuple[str, Any, Any], ...]]:
+    """From a state of few layers on, so that every try is cheap, one size after the other, the largest first."""
     heads = {size for a in plan.attention for size in (a.query.size, a.kv.size)}
     values = ((path, integers.value(state, path)) for path in integers.fields(state))
     sizes = [path for path, n in values if n > max(floor(n), plan.ranks) and _is_size(integers, state, path)]

@@ -2,6 +2,7 @@
 # make test   environment and the test suite, in two processes side by side; the last line counts both
 # make check  linter, formatter and type checker
 # make faults docs/faults.md: the classic faults planted in every family, and whether the gate sees them
+# make programs  docs/programs.md: which families decode by a program in C, and why the others do not
 # make zoo    docs/models.md: every architecture of transformers, measured (half an hour; goes on where it was; ZOO_CACHE: its results)
 # PYTHON and VENV may be set: make test PYTHON=python3.12 VENV=/tmp/env
 
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 TP ?= 2
 PROMPT ?= What is the capital of France?
 
-.PHONY: run test check zoo faults env clean
+.PHONY: run test check zoo faults programs env clean
 
 run: env
 	$(BIN)/colrow plan demo --tp $(TP)
@@ -28,6 +29,9 @@ check: env
 
 faults: env
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m tests.fault_sweep docs/faults.md
+
+programs: env
+	OMP_NUM_THREADS=1 nice $(BIN)/python -m tests.program_sweep docs/programs.md
 
 zoo: env
 	OMP_NUM_THREADS=1 nice $(BIN)/python -m bench.zoo --page docs/models.md $(if $(ZOO_CACHE),--cache $(ZOO_CACHE))

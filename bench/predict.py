@@ -2,8 +2,10 @@
 
     python bench/predict.py [--rounds 3] [--more] [--only 85M:2:shm --keep results.json]
 
-Calibration and runs take turns in the same processes, so that both see the same machine; medians over rounds are compared. The path that
-is predicted and run is that of transformers' modules, as training and `verify` use it. Bytes counted must equal bytes predicted exactly, on
+Calibration and runs take turns in the same processes, so that both see the same machine; medians over rounds are compared. "decode",
+"prefill" and "train" are transformers' modules, as training and `verify` use them; "program" is a token as the engine decodes it, by its
+program in C, up to where the ranks have agreed on it; the median of a dozen, since torch's threads spin on into the first ones behind a
+prompt. All in float32. Bytes counted must equal bytes predicted exactly, on
 every rank. With --more also 4 ranks; more ranks than cores are oversubscribed and stand outside the bound. Models have random weights:
 times do not depend on them. With --keep the rows are added to a file, and the summary is over all of it: a case in a process of its own.
 """
@@ -24,11 +26,16 @@ from transformers import LlamaConfig
 
 from colrow.comm import collectives, launch
 from colrow.comm.group import Group
-from colrow.engine import calibrate
-from colrow.engine.forward import Forward
+from colrow.engine import calibrate, pace
+from colrow.engine.decoder import Decoder
+from colrow.engine.exchange import Exchange
+from colrow.engine.exchange import predicted as exchanged
+from colrow.engine.forward import Forward, vocabulary
+from colrow.engine.settings import Sampling
+from colrow.engine.slots import Slot
 from colrow.parallel import build
 from colrow.parallel.head import sharded_logits
-from colrow.planning import cost, timing, workload
+from colrow.planning import cost, program, timing, workload
 from colrow.planning.derive import derive
 from colrow.planning.links import Machine
 from colrow.planning.plan import Plan
@@ -47,9 +54,11 @@ def config(size: str) -> LlamaConfig:
 @dataclass(frozen=True)
 class Round:
     measured: calibrate.Measured
+    paced: pace.Paced
     decode: float
     prefill: float
     train: float
+    program: float
 
 
 def run(group: Group, size: str, plan: Plan, rounds: int) -> tuple[list[Round], dict[tuple[str, str, str], tuple[int, int, int]], int]:
@@ -61,27 +70,36 @@ def run(group: Group, size: str, plan: Plan, rounds: int) -> tuple[list[Round], 
     for name, b in model.named_buffers():
         if "inv_freq" in name:
             b.copy_(1e4 ** (-torch.arange(len(b)) / len(b)))
-    ids = torch.randint(0, VOCAB, (1, PROMPT))
+    ids, decoder = torch.randint(0, VOCAB, (1, PROMPT)), Decoder(model.eval(), group)
     out = []
     for _ in range(rounds + 1):  # the first one warms up
-        found = calibrate.measure(group, seconds=0.25)
+        found, paced = calibrate.measure(group, seconds=0.25), pace.measure(group, seconds=0.15)
+        decoder.prepare()
         group.counters.reset()
-        out.append(Round(found, *_once(group, model, ids)))
+        out.append(Round(found, paced, *_once(group, model, ids, decoder)))
     counted = {site: (t.calls, t.logical_bytes, t.moved_bytes) for site, t in group.counters.sites.items()}
     return out[1:], counted, getattr(group.transport, "one_shot_limit", 0)
 
 
-def _once(group: Group, model: Any, ids: torch.Tensor) -> tuple[float, float, float]:
+def _once(group: Group, model: Any, ids: torch.Tensor, decoder: Decoder) -> tuple[float, float, float, float]:
     def timed(phase: str) -> float:
         group.counters.phase = ""
         collectives.barrier(group, "predict")
         group.counters.phase = phase
         return time.perf_counter()
 
-    forward = Forward(model.eval())
+    forward, exchange = Forward(model.eval()), Exchange(group, vocabulary(model), Sampling(0.0))
     start = timed("prefill")
     _, past = forward(ids, None, None)
     prefill = time.perf_counter() - start
+    slot, token, times = Slot(past), 5, list[float]()
+    timed("program")
+    for number in range(STEPS):
+        assert decoder.program is not None, decoder.why
+        start = time.perf_counter()
+        (token,) = exchange.agree(decoder.program.run([token], [slot]), [[]], number, lambda tokens: [None]).tokens
+        times.append(time.perf_counter() - start)
+    by_program = median(times)
     start = timed("decode")
     for _ in range(STEPS):
         _, past = forward(ids[:, :1], None, past)
@@ -94,17 +112,23 @@ def _once(group: Group, model: Any, ids: torch.Tensor) -> tuple[float, float, fl
     loss.backward()
     train = time.perf_counter() - start
     model.zero_grad(set_to_none=True)  # as the trainer does
-    return decode, prefill, train
+    return decode, prefill, train, by_program
 
 
 def bytes_agree(plan: Plan, rank: int, kind: str, counted: dict[tuple[str, str, str], tuple[int, int, int]], limit: int) -> bool:
     """Every call site of every phase: calls, logical bytes, and bytes moved by the transport's own formula."""
     expected: dict[tuple[str, str, str], tuple[int, int, int]] = {}
-    for phase, times in (("prefill", 1), ("decode", STEPS), ("train_forward", 1), ("train_backward", 1)):
-        for p in cost.predict(plan, 1, PROMPT, phase, 4, whole_logits=False):  # type: ignore[arg-type]
+    phases = (("prefill", 1), ("decode", STEPS), ("program", STEPS), ("train_forward", 1), ("train_backward", 1))
+    everyone = tuple(range(plan.ranks))
+    agreeing = [cost.Predicted(op, name, n, size, everyone, unit=8) for op, name, n, size in exchanged(Sampling(0.0), 1, plan.ranks, VOCAB)]
+    for phase, times in phases:
+        of_plan: cost.Phase = "decode" if phase == "program" else phase  # type: ignore[assignment]
+        for p in (*cost.predict(plan, 1, PROMPT, of_plan, 4, whole_logits=False), *(agreeing if phase == "program" else ())):
             if rank in p.ranks and not (phase == "prefill" and cost.of_vocabulary(p.name) and p.op == "all_gather"):
                 calls, size, moved = expected.get((phase, p.op, p.name), (0, 0, 0))
                 more = times * p.moved_bytes(kind, p.ranks.index(rank), limit)  # type: ignore[arg-type]
+                if (phase, kind, p.op) == ("program", "shm", "all_reduce"):  # its part is written where the others read it
+                    more -= times * p.logical_bytes
                 expected[phase, p.op, p.name] = calls + times, size + times * p.logical_bytes, moved + more
     found = {site: count for site, count in counted.items() if site[0]}
     for site in sorted(found.keys() | expected.keys()):
@@ -177,14 +201,16 @@ def measured(size: str, ranks: int, kind: str, rounds: int) -> list[Row]:
 
 def compare(plan: Plan, model: workload.Model, kind: str, rounds: list[list[Round]]) -> list[tuple[str, float, float]]:
     """Each pass predicted and measured: medians over rounds, the slowest rank's time, predicted from the round's own calibration."""
-    predicted: dict[str, list[float]] = {"decode": [], "prefill": [], "train": []}
-    found: dict[str, list[float]] = {"decode": [], "prefill": [], "train": []}
+    predicted: dict[str, list[float]] = {"decode": [], "prefill": [], "train": [], "program": []}
+    found: dict[str, list[float]] = {key: [] for key in predicted}
     for at_once in zip(*rounds, strict=True):
         machine = Machine(*calibrate.presets([r.measured for r in at_once], kind, 0.0))
+        by_program = Machine(*pace.presets([r.paced for r in at_once], kind, 0.0))
         times = (
             timing.decode(plan, model, machine, 1, PROMPT + STEPS // 2, 4),
             timing.prefill(plan, model, machine, 1, PROMPT, 4),
             timing.train(plan, model, machine, 1, PROMPT, 4),
+            program.decode(plan, model, by_program, 1, PROMPT + STEPS // 2, 4),
         )
         for (key, values), time_ in zip(predicted.items(), times, strict=True):
             values.append(time_.total)

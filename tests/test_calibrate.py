@@ -9,7 +9,7 @@ import pytest
 from colrow.__main__ import main
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
-from colrow.engine import calibrate
+from colrow.engine import calibrate, pace
 from colrow.planning import cost, links, timing
 
 
@@ -54,7 +54,8 @@ def test_presets_give_back_what_was_measured(ranks: int) -> None:
     assert sum(timing.collective(other, here)) > 0
 
 
-def test_the_command_writes_what_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_what_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "READ", (1 << 20, 2 << 20, 12 << 20))
     file = tmp_path / "machine.json"
     assert main(["bench", "--calibrate", str(file), "--seconds", "0.05"]) == 0
     assert "µs to start an op" in capsys.readouterr().out

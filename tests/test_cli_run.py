@@ -15,6 +15,7 @@ import pytest
 
 from colrow.__main__ import main
 from colrow.comm.group import single
+from colrow.engine import pace
 from colrow.engine.engine import Engine
 from tests import tiny
 from tests.test_engine_engine import TEMPLATE
@@ -69,9 +70,21 @@ def test_run_on_one_rank(model: str, capsys: pytest.CaptureFixture[str]) -> None
         assert word in err
 
 
-def test_run_writes_a_trace(model: str, tmp_path: Path) -> None:
+def test_run_writes_a_trace(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "READ", (1 << 20, 2 << 20, 12 << 20))
     assert main(["run", model, *PROMPT, "--trace", str(tmp_path / "trace.json")]) == 0
     check_trace(tmp_path / "trace.json", ["prompt", *(f"token {n}" for n in range(1, 24))])
+    entries = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    parts = ["weights", "attention", "between", "beside"] * 23  # of the program's tokens, measured and predicted
+    assert [e["name"] for e in entries if e["cat"] == "piece"] == parts
+    predicted = [e for e in entries if e["cat"] == "part" and e["name"] in parts]
+    assert [e["name"] for e in predicted] == parts
+    assert all(e["args"]["measured_ms"] > 0 for e in predicted)
+    tokens = sum(e["dur"] for e in entries if e["cat"] == "step" and e["pid"] == 0 and e["name"] != "prompt")
+    assert abs(sum(e["dur"] for e in entries if e["cat"] == "piece") - tokens) < len(entries)
+    shown = capsys.readouterr().err
+    assert "predicted / measured, ms" in shown
+    assert "token: " in shown
 
 
 def test_train_writes_a_trace(model: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..comm import launch
@@ -42,6 +43,24 @@ def run(ranks: int, backend: str, opening: Opening, prompt: str, wish: Wish, tra
         note(line)
     if trace is not None and traced is not None:
         _write_trace(trace, traced)
+        for line in trace_lines(traced):
+            note(line)
+
+
+def trace_lines(traced: Traced) -> list[str]:
+    """The prompt and the median token, predicted beside measured, with the token's parts where both have them."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    took = {(s.inside, s.name): s.seconds for s in traced.steps}
+    for s in traced.predicted:
+        if (seconds := took.get((s.inside, s.name))) is not None:
+            step = (s.inside or s.name).partition(" ")[0]
+            found.setdefault((step, s.name if s.inside else ""), []).append((s.seconds, seconds))
+    middle = {key: tuple(f"{1e3 * median(side):.2f}" for side in zip(*pairs, strict=True)) for key, pairs in found.items()}
+    texts = {step: f"{step}: {' / '.join(pair)}" for (step, part), pair in middle.items() if not part}
+    for step in texts:
+        parts = [f"{part} {' / '.join(pair)}" for (of, part), pair in middle.items() if of == step and part]
+        texts[step] += f" ({', '.join(parts)})" if parts else ""
+    return ["predicted / measured, ms (medians)", *(f"  {text}" for text in texts.values())] if texts else []
 
 
 def _write_trace(file: Path, traced: Traced) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -132,12 +132,12 @@ def _predicting(settings: Settings, model: Any) -> Predict | None:
     element = next(model.parameters()).element_size()
     each = 8 if element == 4 else 12  # two moments, and a float32 copy where the model computes in 16 bits
 
-    def predict(number: int, plan: Plan, work: workload.Model, machine: Machine) -> timing.Time:
+    def predict(number: int, plan: Plan, work: workload.Model, machine: Machine) -> Mapping[Any, float]:
         at = (plan, work, machine, settings.batch, settings.length, element)
         state = [size // element * each for size in cost.parameter_bytes(plan, element)]
         one = timing.train(*at, state)
         parts = {part: getattr(one, part) * (1 if part == "updating" else settings.accumulate) for part in timing.PARTS}
-        return replace(one, tokens=one.tokens * settings.accumulate, **parts)
+        return replace(one, tokens=one.tokens * settings.accumulate, **parts).parts
 
     return predict
 

@@ -32,6 +32,7 @@ from ..planning.derive import derive
 from ..planning.links import Device, Link, Machine
 from ..planning.plan import Plan
 from ..planning.trace import trace
+from ..planning.wire import Algorithm
 from .forward import Forward
 
 SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20)  # bytes of the all-reduces that are measured
@@ -166,20 +167,23 @@ def presets(results: list[Measured], kind: str, memory: float) -> tuple[Device, 
     read, flops = (n * min(getattr(r, key) for r in results) for key in ("read", "flops"))
     source = f"measured on {n} rank{'s' * (n > 1)} with {os.cpu_count()} cores"
     device = Device("here", "this machine", read, flops, memory, source, True, (1.0, 1.0), False)
+    joined = link(n, kind, source, [(size, max(r.exchange[i] for r in results)) for i, size in enumerate(SIZES)] if n > 1 else [])
+    return explained(device, joined, results), joined
+
+
+def link(n: int, kind: str, source: str, times: list[tuple[int, float]]) -> Link:
+    """What joins n ranks on this machine, of measured (bytes, seconds) of all-reduces by rising size; none of one rank."""
     if n == 1:
-        link = Link("here", f"{kind} on this machine", 1e12, 0.0, 0.0, source, 0, ("one-shot",))
-    else:
-        times = [(size, max(r.exchange[i] for r in results)) for i, size in enumerate(SIZES)]
-        times = [(size, max(s for _, s in times[: i + 1])) for i, (size, _) in enumerate(times)]  # none shorter than a smaller one
-        (_, small), (size, large) = times[0], times[-1]
-        sent = (n - 1) * size if n == 2 else 2 * (n - 1) * size / n
-        rate = sent / max(large - small, 1e-9)
-        algorithm = ("two-shot",) if n > 2 else ("one-shot",)
-        link = Link("here", f"{kind} on this machine", rate, 0.0, small, source, 0, algorithm, tuple(times), n)  # type: ignore[arg-type]
-    return explained(device, link, results), link
+        return Link("here", f"{kind} on this machine", 1e12, 0.0, 0.0, source, 0, ("one-shot",))
+    times = [(size, max(s for _, s in times[: i + 1])) for i, (size, _) in enumerate(times)]  # none shorter than a smaller one
+    (_, small), (size, large) = times[0], times[-1]
+    sent = (n - 1) * size if n == 2 else 2 * (n - 1) * size / n
+    rate = sent / max(large - small, 1e-9)
+    algorithm: tuple[Algorithm, ...] = ("two-shot",) if n > 2 else ("one-shot",)
+    return Link("here", f"{kind} on this machine", rate, 0.0, small, source, 0, algorithm, tuple(times), n)
 
 
-def explained(device: Device, link: Link, results: list[Measured]) -> Device:
+def explained(device: Device, joined: Link, results: list[Measured]) -> Device:
     """The device with what the reference model took longer than its products and collectives explain."""
     n, size = len(results), results[0].itemsize
     _, plan, model = reference(n)
@@ -189,10 +193,10 @@ def explained(device: Device, link: Link, results: list[Measured]) -> Device:
         """Never nothing, so that what was measured cannot turn into "does not matter"."""
         return max(seconds - predicted.total, seconds / 1000)
 
-    device = replace(device, per_op=left(decode, timing.decode(plan, model, Machine(device, link), 1, ROWS, size)) / model.ops)
+    device = replace(device, per_op=left(decode, timing.decode(plan, model, Machine(device, joined), 1, ROWS, size)) / model.ops)
     whole, cut = model.touched
-    between = left(prefill, timing.prefill(plan, model, Machine(device, link), 1, ROWS, size))
+    between = left(prefill, timing.prefill(plan, model, Machine(device, joined), 1, ROWS, size))
     device = replace(device, touch=n * ROWS * size * (whole + cut / n) / between)
-    gradients = left(train, timing.train(plan, model, Machine(device, link), 1, ROWS, size))
+    gradients = left(train, timing.train(plan, model, Machine(device, joined), 1, ROWS, size))
     made = max(cost.parameter_bytes(plan, size))
     return replace(device, gradient=n * made / gradients)

@@ -11,6 +11,7 @@ sum and Python makes it. A program is used only after it has been compared with 
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class Program:
     """`compiled` as C runs it on this rank. `dtype` of the model: of its cache, and of what ranks exchange."""
 
     def __init__(self, compiled: Compiled, group: Group, dtype: torch.dtype, threads: int = 1) -> None:
-        self._compiled, self._group, self.dtype = compiled, group, dtype
+        self.compiled, self._group, self.dtype = compiled, group, dtype
         self.int8 = any(weight.values.dtype is torch.int8 for step in compiled.steps for weight in step.weights)
         self._arena = Arena(compiled)
         self.code, self._keep = code(compiled, self._arena, dtype)
@@ -51,10 +52,11 @@ class Program:
         self._arenas: list[torch.Tensor] = []
         self._rows = (c.Row * ROWS)()
         self._widths = [entry.x.numel() for entry, _ in self._sums]
+        self._spent: Any = None
 
     def _all(self, op: Op, kind: Any) -> list[tuple[Any, Any]]:
         """Of the steps of one kind what was recorded, and what C has of it."""
-        pairs = zip(self._compiled.steps, self.code, strict=True)
+        pairs = zip(self.compiled.steps, self.code, strict=True)
         return [(step.entry, ctypes.cast(at.more, ctypes.POINTER(kind)).contents) for step, at in pairs if step.op is op]
 
     def run(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
@@ -75,6 +77,12 @@ class Program:
         finally:
             for router in self._routers:
                 router.forced = None
+
+    def watch(self, wanted: bool) -> Any:
+        """From now on the seconds of each instruction, sums included, are added up in what is returned; or no longer."""
+        self._spent = (ctypes.c_double * len(self.code))() if wanted else None
+        self._library.kp_spend(self._handle, self._spent)
+        return self._spent
 
     @torch.inference_mode()
     def _run(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
@@ -97,7 +105,7 @@ class Program:
             slot.length += 1
         if in_c:
             self._book(len(tokens))
-        return torch.stack([self._arena.view(self._arenas[row], self._compiled.logits)[0] for row in range(len(tokens))])
+        return torch.stack([self._arena.view(self._arenas[row], self.compiled.logits)[0] for row in range(len(tokens))])
 
     def _to_the_end(self, rows: int) -> None:
         """Runs all instructions. C comes back now and then while it waits for the other ranks, so that signals are handled here."""
@@ -114,7 +122,7 @@ class Program:
 
     def _fill(self, arena: torch.Tensor, token: int, position: int) -> None:
         """Runs the light ops for this token at this position and copies what they give into the arena."""
-        compiled = self._compiled
+        compiled = self.compiled
         known = {id(compiled.ids): torch.tensor([[token]]), id(compiled.positions): torch.tensor([[position]])}
 
         def now(tree: Any) -> Any:
@@ -144,11 +152,14 @@ class Program:
 
     def _sum(self, at: int, rows: int) -> None:
         """Makes the sum at instruction `at`, of which C has written this rank's part."""
-        step = self._compiled.steps[at]
+        step = self.compiled.steps[at]
         count, kind = rows * step.entry.x.numel(), ctypes.c_float if self.dtype is torch.float32 else ctypes.c_uint16
         place = (kind * count).from_address(self._library.kp_payload(self._handle))
         payload = torch.frombuffer(place, dtype=self.dtype, count=count)
+        begun = time.perf_counter()
         collectives.all_reduce(payload, self._group, step.entry.name, inplace=True)
+        if self._spent is not None:
+            self._spent[at] += time.perf_counter() - begun
 
     def _book(self, rows: int) -> None:
         for (entry, done), width in zip(self._sums, self._widths, strict=True):

@@ -154,5 +154,6 @@ def library() -> ctypes.CDLL:
     found.kp_open.restype = found.kp_payload.restype = c_void_p
     found.kp_close.argtypes = found.kp_payload.argtypes = [c_void_p]
     found.kp_rows.argtypes = [ctypes.POINTER(Block), c_int64, c_int, c_void_p, c_int64, c_int64]
-    found.kp_close.restype = found.kp_rows.restype = None
+    found.kp_spend.argtypes = [c_void_p, ctypes.POINTER(c_double)]
+    found.kp_close.restype = found.kp_rows.restype = found.kp_spend.restype = None
     return found

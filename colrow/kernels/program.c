@@ -41,6 +41,7 @@ typedef struct {
     Buffer *buffer;
     char *payload, *sent; /* sums; where they were sent from */
     int64_t room;
+    double *spent; /* seconds of each instruction, added up; NULL: not wanted */
     Room rooms[ROOMS];
 } Program;
 
@@ -86,6 +87,8 @@ static int64_t reduce(Program *p, const Instruction *at, const Row *rows, int co
 
 /* ---- The run ---- */
 
+static double seconds(void) { return now(CLOCK_MONOTONIC); }
+
 /* What is done for each sequence by itself. */
 static void one_row(const Instruction *now, const Row *row) {
     float *arena = row->arena, *a = place(&now->a, arena), *b = place(&now->b, arena), *out = place(&now->out, arena);
@@ -104,6 +107,7 @@ API int64_t kp_run(Program *p, const Row *rows, int count, int64_t *at, int resu
     for (int r = 0; r < count; r++) arenas[r] = rows[r].arena;
     for (; *at < p->count; ++*at, resumed = 0) {
         const Instruction *now = &p->code[*at];
+        const double begun = p->spent ? seconds() : 0;
         int64_t status = 0;
         if (now->op == PRODUCT) status = multiply_all(p->rooms, p->pool, now->more, &now->a, arenas, count) ? FAILED : 0;
         else if (now->op == EXPERTS)
@@ -111,6 +115,7 @@ API int64_t kp_run(Program *p, const Row *rows, int count, int64_t *at, int resu
         else if (now->op == REDUCE) status = reduce(p, now, rows, count, resumed);
         else
             for (int r = 0; r < count; r++) one_row(now, &rows[r]);
+        if (p->spent) p->spent[*at] += seconds() - begun;
         if (status) return status;
     }
     return 0;
@@ -124,6 +129,7 @@ API void kp_rows(const Block *block, int64_t n, int dtype, void *out, int64_t pa
 
 API const char *kp_digest(void) { return COLROW_DIGEST; }
 API char *kp_payload(const Program *p) { return p->payload; }
+API void kp_spend(Program *p, double *spent) { p->spent = spent; }
 
 /* `code` stays the caller's, and stays where it is. NULL without memory. */
 API Program *kp_open(const Instruction *code, int64_t count, int threads, int payload_dtype, void *group, AllReduce *all_reduce, Buffer *buffer) {

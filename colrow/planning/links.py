@@ -10,7 +10,9 @@ Not here: what a plan makes of them (timing.py).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -47,7 +49,7 @@ class Link:
 class Device:
     """`read`: memory bandwidth; `flops`: dense 16-bit products per second; `memory` in bytes; `shared`: all ranks of a host share `read`,
     `flops`, `touch` and `gradient` (processes on one CPU). `efficiency`: what of `read` and `flops` code reaches, assumed for data sheets,
-    1 for measured ones. The last four are 0 where code is good enough for them not to matter, as a bound assumes."""
+    1 for measured ones. What follows `overlap` is 0 where code is good enough for it not to matter, as a bound assumes."""
 
     name: str
     words: str
@@ -61,6 +63,31 @@ class Device:
     per_op: float = 0.0  # seconds to start one op; 0 where they are started ahead or recorded
     touch: float = 0.0  # bytes per second of ops between products (norms, gates, residuals), read and written
     gradient: float = 0.0  # bytes of gradients per second that a backward pass adds to what its products take
+    reads: tuple[tuple[float, float], ...] = ()  # of programs: bytes per second by the bytes that all ranks read over and over again
+    attend: float = 0.0  # of programs: numbers of keys and values per second that one rank's attention looks at
+    steps: tuple[tuple[float, float], ...] = ()  # of programs: seconds that a step takes beside its instructions, by the bytes it reads
+    per_score: float = 0.0  # and to choose, for each score of a rank
+    cores: int = 0  # that ranks share, where their attention is looked at; 0: each has its own
+
+    def reading(self, size: float) -> float:
+        """Bytes per second while all ranks together read `size` bytes in turn, part of which a cache may keep for the next time."""
+        return 1 / between([(at, 1 / rate) for at, rate in self.reads], size) if self.reads else self.read * self.efficiency[0]
+
+    def beside(self, size: float) -> float:
+        """Seconds that a step takes beside its instructions, where ranks read `size` bytes, which push all else out of the caches."""
+        return between(self.steps, size)
+
+
+def between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """y at x by (x, y) points with rising x; beyond them that of the nearest.
+
+    >>> between([(2.0, 10.0), (4.0, 30.0)], 3.0), between([(2.0, 10.0), (4.0, 30.0)], 8.0)
+    (20.0, 30.0)
+    """
+    for (a, low), (b, high) in pairwise(points):
+        if x < b:
+            return low + max(x - a, 0) * (high - low) / (b - a)
+    return points[-1][1]
 
 
 def _nvlink(name: str, words: str, gigabytes: float, source: str, domain: int = 8) -> Link:
@@ -105,6 +132,30 @@ DEVICES: dict[str, Device] = {
     )
 }
 
+_PROGRAM = "reading: C loops over bfloat16 at 0.85 to 0.95 of AVX-512 loads, two cores of a Xeon; the rest: two cores of an EPYC"
+PROGRAMS: dict[str, tuple[Device, Link]] = {
+    "cpu": (
+        Device(
+            "cpu",
+            "two cores of a Xeon",
+            25e9,
+            0.3e12,
+            24 * _GB,
+            _PROGRAM,
+            True,
+            (0.9, 1.0),
+            False,
+            per_op=0.2e-6,
+            attend=8e9,
+            steps=((64e6, 0.6e-3), (384e6, 1.1e-3)),
+            per_score=5e-9,
+            cores=2,
+        ),
+        Link("shm", "shared memory", 12e9, 2e-6, 4e-6, _PROGRAM, 0, ("one-shot", "two-shot")),
+    )
+}
+"""What the engine's programs in C (engine/program.py) make of a device, where it decodes by them."""
+
 USUAL_LINK = {"a100": "nvlink3", "h100": "nvlink4", "h200": "nvlink4", "b200": "nvlink5", "rtx5090": "pcie5", "cpu": "shm"}
 BEYOND = "ndr"  # joins hosts, where nothing else is said
 Preset = TypeVar("Preset", Link, Device)
@@ -112,12 +163,14 @@ Preset = TypeVar("Preset", Link, Device)
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices of one kind, what joins those of one host (`per_host` of them, 0: as many as the link joins), and what joins hosts."""
+    """Devices of one kind, what joins those of one host (`per_host` of them, 0: as many as the link joins), and what joins hosts.
+    `program`: the same ranks while the engine's programs in C decode; None where it decodes by the model's modules, or nothing is known."""
 
     device: Device
     link: Link
     between: Link = LINKS[BEYOND]
     per_host: int = 0
+    program: Machine | None = None
 
     @property
     def domain(self) -> int:
@@ -132,13 +185,16 @@ class Machine:
         return self.link if self.hosts(ranks) == 1 else self.between
 
 
-def link(name: str) -> Link:
-    """A preset, or the one in a file that `colrow bench --calibrate` wrote. UserError for neither."""
-    return _preset(name, LINKS, Link, "link")
+PROGRAM = "program"  # in a file, the part that is about the engine's programs
 
 
-def device(name: str) -> Device:
-    return _preset(name, DEVICES, Device, "device")
+def link(name: str, part: str = "") -> Link:
+    """A preset, or the one in a file that `colrow bench --calibrate` wrote, in its `part`. UserError for neither."""
+    return _preset(name, LINKS, Link, "link", part)
+
+
+def device(name: str, part: str = "") -> Device:
+    return _preset(name, DEVICES, Device, "device", part)
 
 
 def usual_link(of: Device) -> Link:
@@ -150,15 +206,22 @@ def machine(of_device: str, of_link: str = "", between: str = BEYOND, per_host: 
     """Presets by name; without a link, the one that is usual for the device (a measured preset's own)."""
     found = device(of_device)
     usual = link(of_device) if Path(of_device).is_file() else usual_link(found)
-    return Machine(found, link(of_link) if of_link else usual, link(between), per_host)
+    program = PROGRAMS.get(of_device.lower())
+    if program is None and Path(of_device).is_file() and PROGRAM in _read(of_device):
+        program = device(of_device, PROGRAM), link(of_device, PROGRAM)
+    return Machine(found, link(of_link) if of_link else usual, link(between), per_host, Machine(*program) if program else None)
 
 
-def _preset(name: str, known: dict[str, Preset], kind: type[Preset], word: str) -> Preset:
+def _read(name: str) -> Any:
+    return json.loads(Path(name).read_text(encoding="utf-8"))
+
+
+def _preset(name: str, known: dict[str, Preset], kind: type[Preset], word: str, part: str) -> Preset:
     if name.lower() in known:
         return known[name.lower()]
     if Path(name).is_file():
         try:
-            data = json.loads(Path(name).read_text(encoding="utf-8"))[word]
+            data = (_read(name)[part] if part else _read(name))[word]
             return kind(**{key: _frozen(value) for key, value in data.items()})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"the file is not a preset with a {word}", f"{name}: {error}", "a file of colrow bench --calibrate") from error
@@ -169,6 +232,9 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-def save(path: Path, of_link: Link, of_device: Device) -> None:
-    """A measured pair, in the form that --link and --device read."""
-    path.write_text(json.dumps({"link": asdict(of_link), "device": asdict(of_device)}, indent=1) + "\n", encoding="utf-8")
+def save(path: Path, of_link: Link, of_device: Device, program: tuple[Device, Link] | None = None) -> None:
+    """A measured pair, in the form that --link and --device read, and that of programs."""
+    data: dict[str, Any] = {"link": asdict(of_link), "device": asdict(of_device)}
+    if program is not None:
+        data[PROGRAM] = {"link": asdict(program[1]), "device": asdict(program[0])}
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from . import cost, degrees, kept, memory, timing, workload
+from . import cost, degrees, kept, memory, program, timing, workload
 from .links import Machine
 from .memory import Memory
 from .plan import Plan
@@ -42,7 +42,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """One degree. `memory` and `training` per rank; `smaller` = the largest rank holds more than an equal share by this factor."""
+    """One degree. `memory` and `training` per rank. `decode` and `by_batch`: by the engine's program where the machine has a pace for it,
+    and then `modules` is the time by the model's modules."""
 
     plan: Plan
     memory: tuple[Memory, ...]
@@ -54,6 +55,7 @@ class Row:
     traffic: tuple[cost.Predicted, ...]  # of one decoded step
     step: timing.Time | None = None
     training: tuple[Memory, ...] = ()
+    modules: timing.Time | None = None
 
     @property
     def ranks(self) -> int:
@@ -106,8 +108,13 @@ def _row(plan: Plan, model: workload.Model, machine: Machine, q: Question, sampl
     n, size = plan.ranks, q.dtype_bytes
     held = tuple(memory.serving(plan, model.heads, q.batch, q.context, size))
 
-    def decode(batch: int) -> timing.Time:
+    def by_modules(batch: int) -> timing.Time:
         return timing.decode(plan, model, machine, batch, q.context, size, sampling(batch, n))
+
+    def decode(batch: int) -> timing.Time:
+        if machine.program is None:
+            return by_modules(batch)
+        return program.decode(plan, model, machine.program, batch, q.context, size)
 
     traffic = (*cost.predict(plan, q.batch, 1, "decode", size, whole_logits=False), *sampling(q.batch, n))
     training = tuple(memory.training(plan, size, activations=activations(plan))) if q.train else ()
@@ -123,4 +130,5 @@ def _row(plan: Plan, model: workload.Model, machine: Machine, q: Question, sampl
         traffic,
         timing.train(plan, model, machine, q.batch, q.context, size, state) if q.train else None,
         training,
+        by_modules(q.batch) if machine.program is not None else None,
     )

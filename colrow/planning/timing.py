@@ -153,15 +153,10 @@ def _time(plan: Plan, model: Model, machine: Machine, now: _Pass, dtype_bytes: i
     sharing = plan.ranks if device.shared else 1
     read_rate, flops_rate = device.read * device.efficiency[0] / sharing, device.flops * device.efficiency[1] / sharing
     cache = kept.cache_bytes(plan, model.heads, int(now.context), dtype_bytes) if now.cached else [0] * plan.ranks
-    queries = {a.module: a.query for a in plan.attention}
     reading = computing = 0.0
     for rank in range(plan.ranks):
-        size, products = _weights(plan.tensors.values(), model, rank, now)
-        attention = 0.0
-        for a in model.attention:
-            cut = queries.get(a.module)
-            share = cut.local_size(rank) / (cut.size or 1) if cut is not None else 1.0
-            attention += 2 * now.tokens * min(now.context, a.window or now.context) * a.width * share
+        size, products = weights(plan.tensors.values(), model, rank, now.tokens, now.heads)
+        attention = 2 * now.tokens * looked_at(plan, model, rank, now.context)
         reading = max(reading, (size * dtype_bytes + cache[rank] * now.cached) / read_rate)
         computing = max(computing, (products + attention) / flops_rate)
     return Time(
@@ -186,9 +181,20 @@ def _between(plan: Plan, model: Model, device: Device, now: _Pass, dtype_bytes: 
     return size / device.touch + (now.gradients / device.gradient if device.gradient else 0.0)
 
 
-def _weights(tensors: Iterable[TensorPlan], model: Model, rank: int, now: _Pass) -> tuple[float, float]:
-    """Elements that a rank reads for a pass, and operations: two for each element of a matrix and token. Of experts, those that at least
-    one token uses if all are equally liked."""
+def looked_at(plan: Plan, model: Model, rank: int, context: float) -> float:
+    """Numbers of keys and values that a rank's query heads look at for one token behind `context` others."""
+    queries = {a.module: a.query for a in plan.attention}
+    found = 0.0
+    for a in model.attention:
+        cut = queries.get(a.module)
+        share = cut.local_size(rank) / (cut.size or 1) if cut is not None else 1.0
+        found += min(context, a.window or context) * a.width * share
+    return found
+
+
+def weights(tensors: Iterable[TensorPlan], model: Model, rank: int, tokens: int, heads: int) -> tuple[float, float]:
+    """Elements that a rank reads for `tokens`, of which the head gets `heads`, and operations: two for each element of a matrix and token.
+    Of experts, those that at least one token uses if all are equally liked."""
     read = operations = 0.0
     for t in tensors:
         if t.name in model.lookups:
@@ -196,9 +202,9 @@ def _weights(tensors: Iterable[TensorPlan], model: Model, rank: int, now: _Pass)
         size = prod(t.partition.local_shape(t.shape, rank))
         if len(t.shape) == 3 and 0 < model.active_experts < t.shape[0]:
             share = model.active_experts / t.shape[0]
-            read += size * (1 - (1 - share) ** now.tokens)
-            operations += 2 * size * share * now.tokens
+            read += size * (1 - (1 - share) ** tokens)
+            operations += 2 * size * share * tokens
         else:
             read += size
-            operations += 2 * size * (now.heads if t.name in model.head else now.tokens) if len(t.shape) > 1 else 0
+            operations += 2 * size * (heads if t.name in model.head else tokens) if len(t.shape) > 1 else 0
     return read, operations

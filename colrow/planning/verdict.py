@@ -29,6 +29,7 @@ def verdict(study: Study) -> list[Say]:
         *_trust(study),
         *_fit(study),
         *_speed(study),
+        *_engine(study),
         *_training(study),
         *_limits(study),
         *_ways_out(study),
@@ -79,6 +80,25 @@ def _trust(study: Study) -> Iterator[Say]:
             "trust",
             f"Tokens of less than {1e3 * QUICK:.0f} ms (tp={', '.join(map(str, quick))}) are a bound that kernels hardly keep up with: "
             f"published runs took 1.5 times as long at 2.6 ms, twice at 1.6 ms. Take the order of the degrees, not the numbers.",
+        )
+
+
+def _engine(study: Study) -> Iterator[Say]:
+    """What decodes, and what is assumed of it."""
+    if study.question.train:
+        return
+    device, by_modules = study.machine.device, study.row.modules
+    if by_modules is not None:
+        yield Say(
+            "engine",
+            f"Decoding is that of colrow's engine with one step of the model recorded as a program in C, which it makes where its scores "
+            f"are the modules' (`colrow run` says so); by the model's modules tp={study.ranks} would make {rate(by_modules)}.",
+        )
+    elif not device.per_op:
+        yield Say(
+            "engine",
+            "Decoding is a bound, for an engine that starts ops ahead or records them. colrow's own runs the model's modules op by op on "
+            "such devices; how fast that is was not measured.",
         )
 
 
@@ -142,11 +162,11 @@ def reason(time: Time) -> str:
     """What rules, with its share."""
     words = {
         "reading": "reading weights and cache rules",
-        "computing": "the products rule",
+        "computing": "attention and products rule",
         "latency": "the latency of collectives rules",
         "moving": "moving bytes rules",
         "touching": "what lies between products rules",
-        "starting": "starting ops one by one rules",
+        "starting": "starting ops and steps rules",
         "updating": "the optimizer rules",
     }
     return f"{words[time.rules]}, {100 * time.parts[time.rules] / time.total:.0f} % of the time"

@@ -1,5 +1,6 @@
 """Timeline: steps and collectives of all ranks as a trace that Chrome (chrome://tracing) and Perfetto open: computing, waiting, moving;
-beside them the steps as they were predicted.
+beside them the steps as they were predicted. Parts of a step that were measured stand below it, one after the other, as sums of them have
+no other place.
 
 What lies between two collectives of a rank is called computing: products, and all that Python does around them. Times are those of each
 rank's clock; ranks of one host share it. Not here: counting (comm/counters.py).
@@ -21,25 +22,29 @@ def timeline(ranks: Sequence[Sequence[Event]], steps: Sequence[Span] = (), predi
     start = min(begins, default=0.0)
     events = [entry for rank, found in enumerate(ranks) for entry in _of_rank(rank, found, start)]
     if steps:
-        events += [_named("thread_name", 0, "steps", STEPS), *(_span(0, s, start, {}) for s in steps)]
+        events += [_named("thread_name", 0, "steps", STEPS), *(_span(0, s, start, {}, PIECES) for s in steps)]
+        if any(s.inside for s in steps):
+            events.append(_named("thread_name", 0, "parts of steps", PIECES))
     if predicted:
         events.append(_named("process_name", len(ranks), "predicted"))
-        took = {s.name: s.seconds for s in steps}
+        took = {(s.inside, s.name): s.seconds for s in steps}
         for s in predicted:
-            about = {} if s.inside else {"measured_ms": round(1e3 * took[s.name], 3), "predicted_ms": round(1e3 * s.seconds, 3)}
-            events.append(_span(len(ranks), s, start, about))
+            measured = took.get((s.inside, s.name))
+            about = {} if measured is None else {"measured_ms": round(1e3 * measured, 3), "predicted_ms": round(1e3 * s.seconds, 3)}
+            events.append(_span(len(ranks), s, start, about, PARTS))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
 
 
-STEPS, COLLECTIVES, PARTS = 0, 1, 1
+STEPS, COLLECTIVES, PARTS, PIECES = 0, 1, 1, 2
 
 
 def _named(what: str, process: int, name: str, thread: int = 0) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _span(process: int, s: Span, start: float, about: dict[str, Any]) -> dict[str, Any]:
-    return _entry(process, s.name, "part" if s.inside else "step", s.begin, s.begin + s.seconds, start, about, PARTS if s.inside else STEPS)
+def _span(process: int, s: Span, start: float, about: dict[str, Any], below: int) -> dict[str, Any]:
+    kind, thread = ("part" if below == PARTS else "piece", below) if s.inside else ("step", STEPS)
+    return _entry(process, s.name, kind, s.begin, s.begin + s.seconds, start, about, thread)
 
 
 def _of_rank(rank: int, events: Sequence[Event], start: float) -> Iterator[dict[str, Any]]:

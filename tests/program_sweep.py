@@ -28,7 +28,7 @@ from .test_rarer_axes import minimax
 
 PAGE = """# Decoding by programs
 
-For decoding, the engine records one step of the split model and runs it as a list of instructions in C (`colrow/engine/program.py`), without
+For decoding, the engine records one step of the split model and runs it as instructions in C (`colrow/engine/program.py`), without
 Python between them. A program is used only where its scores have been compared with the modules' on every rank, each time a model is opened
 or has changed; else the modules run, which gives the same tokens at about half the speed. Written by `make programs`, from tiny models in
 float32 with the attention that transformers chooses by itself; the largest difference is in parts of the largest score.
@@ -40,7 +40,7 @@ float32 with the attention that transformers chooses by itself; the largest diff
 
 def models() -> dict[str, Any]:
     configs = {family: (lambda family=family: tiny.config(family)) for family in tiny.FAMILIES} | FAMILIES | {"minimax": minimax}
-    return {family: make for family, make in sorted(configs.items())}
+    return dict(sorted(configs.items()))
 
 
 def ask(model: Any, group: Group) -> tuple[str, float]:

@@ -27,7 +27,8 @@ from colrow.planning.derive import derive
 from tests import families, tiny
 
 RECORDED = """mistral qwen3 gemma gemma2 gemma3 phi phi3 gpt-neox gpt-neox-sequential gptj opt cohere cohere-norm stablelm glm granite
-olmo starcoder2 olmo2 mixtral qwen2-moe qwen3-moe olmoe minimax-m2 gpt-oss bloom mpt falcon-7b falcon-rw falcon-40b"""
+olmo starcoder2 olmo2 mixtral qwen2-moe qwen3-moe olmoe minimax-m2 gpt-oss bloom mpt falcon-7b falcon-rw falcon-40b
+deepseek-v2 deepseek-v3 stablelm-parallel olmo3"""
 PROMPTS = [[5], [0, 100, 7, 33, 8], [9, 8, 7, 6, 5, 4, 3, 50, 60, 70, 80, 90]]
 
 
@@ -83,7 +84,7 @@ def test_a_rank_without_heads() -> None:
     assert split(model, 5, exact) == [(True, True)] * 5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "gpt-oss", "mixtral", "bloom", "falcon-rw"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "gpt-oss", "mixtral", "bloom", "falcon-rw", "deepseek-v3"])
 def test_greedy_tokens_are_the_modules_for_hundreds_of_positions(family: str) -> None:
     """Past the room of a slot, and past the window of those that have one."""
     changes = {"max_position_embeddings": 512} if family == "llama" else {}
@@ -161,7 +162,7 @@ def test_sums_are_counted_as_the_modules_count_theirs() -> None:
 
 @pytest.mark.parametrize(
     ("family", "reason"),
-    [("mamba2", "cache is not one of keys and values"), ("deepseek-v3", "other keys than those that are cached")],
+    [("mamba2", "cache is not one of keys and values")],
 )
 def test_what_cannot_be_recorded_runs_by_its_modules(family: str, reason: str) -> None:
     decoder = prepared(whole(family), single())

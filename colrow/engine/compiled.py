@@ -18,8 +18,9 @@ import torch
 
 from ..kernels.library import Op
 from ..planning.trace import leaves
+from . import latent
 from .attended import attend, cached, follow
-from .lower import lower
+from .lower import lower, rotate
 from .products import PRODUCTS, pick, product
 from .steps import Constant, Heads, Matrix, Step, Steps
 from .tape import Added, Attended, Cached, NotRecorded, Ran, Tape
@@ -44,9 +45,14 @@ def compile(tape: Tape) -> Compiled:
     """NotRecorded where the step has something that no instruction does."""
     made = Steps({id(tape.ids): frozenset({"token"}), id(tape.positions): frozenset({"position"})})
     light: list[Ran] = []
+    latents = latent.find(tape.entries)
     for entry in tape.entries:
-        if isinstance(entry, Added):
+        if id(entry) in latents.inside:
+            pass
+        elif isinstance(entry, Added):
             _added(made, entry)
+        elif id(entry) in latents.of:
+            latent.attend(made, entry, latents.of[id(entry)], tape.windows)  # type: ignore[arg-type]
         elif isinstance(entry, Attended):
             attend(made, entry, tape.windows)
         elif isinstance(entry, Cached):
@@ -85,7 +91,10 @@ def same(a: Compiled, b: Compiled) -> bool:
 
 def _is_live(made: Steps, op: Ran) -> bool:
     if op.name in _SHAPES_ONLY:
+        made.fresh[id(op.outputs[0])] = lambda: op.func(*op.args, **op.kwargs)
         return False  # a constant, whatever it takes its shape from
+    if op.name == "detach" and (before := made.fresh.get(id(op.args[0]))) is not None:
+        made.fresh[id(op.outputs[0])] = before
     tensors = list(leaves((op.args, op.kwargs), torch.Tensor))
     if op.name in PRODUCTS and any(id(x) in made.depends for x in tensors):
         return op.name != "bmm" or any(id(x) in made.picked for x in tensors)  # of rotary angles, which have no weight
@@ -135,6 +144,10 @@ def _live(made: Steps, op: Ran) -> None:
         product(made, op)
     elif pick(made, op):
         pass
+    elif op.name in ("view_as_complex", "view_as_real"):
+        made.name(op.outputs[0], made.shadow(op.args[0]))
+    elif any(x.is_complex() for x in op.outputs):
+        rotate(made, op)
     elif op.name in ("view", "_unsafe_view", "_reshape_alias") or op.is_view:
         made.view(op)
     else:

@@ -52,6 +52,19 @@ def lower(made: Steps, op: Ran) -> None:
         _elementwise(made, name, op)
 
 
+def rotate(made: Steps, op: Ran) -> None:
+    """A product of complex numbers, as rotary positions are written by some."""
+    if op.name != "mul" or not all(isinstance(x, torch.Tensor) and x.is_complex() for x in op.args):
+        raise NotRecorded(f"it does {op.name} with complex numbers")
+    a, b = (made.shadow(x) for x in op.args)
+    out = made.name(op.outputs[0], torch.empty(*op.outputs[0].shape, 2))
+    other = torch.empty(op.outputs[0].shape)
+    for part, (first, second, sign) in enumerate(((a[..., 0], a[..., 1], Op.SUB), (a[..., 1], a[..., 0], Op.ADD))):
+        made.emit(Op.MUL, other, second, b[..., 1])
+        made.emit(Op.MUL, out[..., part], first, b[..., 0])
+        made.emit(sign, out[..., part], out[..., part], other)
+
+
 def _elementwise(made: Steps, name: str, op: Ran) -> None:
     in_place = op.func._schema.is_mutable
     out = made.shadow(op.args[0]) if in_place else made.new(op.outputs[0])

@@ -137,7 +137,8 @@ class Program:
             outs = (result,) if isinstance(result, torch.Tensor) else tuple(r for r in result if isinstance(r, torch.Tensor))
             known.update((id(recorded), out) for recorded, out in zip(op.outputs, outs, strict=True))
         for recorded, shadow in compiled.inputs:
-            self._arena.view(arena, shadow).copy_(known[id(recorded)])
+            value = known[id(recorded)]
+            self._arena.view(arena, shadow).copy_(torch.view_as_real(value) if value.is_complex() else value)
 
     # ---- Sums over ranks ----
 

@@ -1,12 +1,13 @@
 """Steps: instructions in the making, on shadows.
 
-A shadow stands for a tensor that the recorded step computed: a small float32 tensor of the same shape, whose memory is one place in a row's
-arena. Views of it are made by torch itself, so where an element lies is never worked out here.
+A shadow stands for a tensor that the recorded step computed: a small float32 tensor of the same shape (of complex numbers, with their two
+parts as a last dim), whose memory is one place in a row's arena. Views of it are made by torch itself, so where an element lies is never
+worked out here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,7 @@ class Steps:
         self.int8: dict[int, Matrix] = {}  # weights that the modules made of int8 numbers, by recorded tensor
         self.picked: dict[int, Picked] = {}  # by recorded tensor, too
         self.views: dict[int, Ran] = {}  # of light tensors: what made them
+        self.fresh: dict[int, Callable[[], torch.Tensor]] = {}  # what makes constants anew that a step may write to, by recorded tensor
         self.symbols: dict[int, Any] = {}  # what attended.py knows of recorded tensors that no shadow stands for
         self._shadows: dict[int, torch.Tensor] = {}
         self._constants: dict[int, Constant] = {}
@@ -105,11 +107,12 @@ class Steps:
 
     def shadow(self, recorded: torch.Tensor) -> torch.Tensor:
         """Of a live tensor; a light one becomes an input, a constant is copied into the arena."""
-        if id(recorded) in self.views and id(recorded) not in self._shadows:  # a view of an input is no input of its own
+        is_view = id(recorded) in self.views and not recorded.is_complex()
+        if is_view and id(recorded) not in self._shadows:  # a view of an input is no input of its own
             self.view(self.views[id(recorded)])
         found = self._shadows.get(id(recorded))
         if found is None:
-            found = torch.empty(recorded.shape)
+            found = torch.empty(*recorded.shape, *([2] if recorded.is_complex() else []))
             if id(recorded) in self.depends:
                 self.inputs.append((recorded, found))
                 self._shadows[id(recorded)] = found
@@ -141,7 +144,9 @@ class Steps:
         if id(x) not in self._constants:
             if x.numel() > CONSTANT_ROOM:
                 raise NotRecorded(f"it has a constant of {x.numel()} elements")
-            self._constants[id(x)] = Constant(x.detach().float().contiguous())
+            made = self.fresh.get(id(x))
+            value = x if made is None else made()
+            self._constants[id(x)] = Constant(value.detach().float().contiguous())
         return self._constants[id(x)]
 
     def view(self, op: Ran) -> None:

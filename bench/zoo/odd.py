@@ -12,11 +12,45 @@ ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 KINDS = ["sliding_attention", "full_attention"]
 SHARED: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": KINDS * 2, "num_kv_shared_layers": 2}
 
+DOTS3: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["indexed_attention", "indexed_attention", "sliding_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "num_key_value_heads": 9,
+    "head_dim": 40,  # of the layers with a window, whose heads are the two parts below
+    "per_layer_config": {"2": {"qk_nope_head_dim": 32, "num_attention_heads": 9, "num_key_value_heads": 9, "kv_lora_rank": 8}},
+}
+
+EMU3 = {"<image>": 100, "<|extra_200|>": 99, "<|visual token 000000|>": 98}
+NEMO_TOWERS = ("audio_config.asr_config", "audio_config.diarization_config.audio_config", "word_timestamp_config")
+QWEN4: dict[str, Any] = {  # tables of n-grams in the first layer, and what its attention looks positions up with, which the class leaves open
+    "indexer_n_heads": 3,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 4,
+    "indexer_compress_ratio": 2,
+    "ple_layer_ids": [1],
+    "number_of_conv_states": 3,
+    "ple_embed_dim": 12,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 2,
+    "split_ngram_parts": 1,
+    "eos_token_id": 100,
+}
+
 STAGES: dict[str, Any] = {"out_features": ["stage2"], "out_indices": [2]}
 
 FIELDS: dict[str, dict[str, Any]] = {
     "beit": STAGES,
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {
+        "encoder_config.hidden_size_global": 72,
+        "decoder_config.hidden_size_global": 72,
+        "encoder_hash_byte_group_vocab": 53,
+        "local_attention_window_len": 4,
+        "num_hidden_layers": 2,
+    },
     "codegen": {"n_head": 12, "n_embd": 96, "rotary_dim": 4},  # heads lie in four blocks
     "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": KINDS, "rope_parameters": dict.fromkeys(KINDS, ROPE)},
     "dbrx": {
@@ -29,10 +63,38 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**MLA, "num_experts_per_tok": 2, "n_routed_experts": 4},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}, "o_groups": 3},
     "dinov2": STAGES,
-    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
+    "dots3_note": {
+        **{f"text_config.{field}": value for field, value in DOTS3.items()},
+        "vision_config.num_hidden_layers": 2,
+        "vision_config.mlp_layer_types": ["dense", "sparse"],
+        "vision_config.adapter_in_dim": 72,
+        "vision_config.adapter_out_dim": 72,
+        "audio_config.num_hidden_layers": 2,
+        "audio_config.num_key_value_heads": 9,
+        "audio_config.adapter_input_size": 72,
+        "audio_config.adapter_out_dim": 72,
+    },
+    "dots3_note_text": DOTS3,
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": 101, "mask_token_id": 3, "pad_token_id": 0},
     "gemma3n_text": SHARED | {"activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], "intermediate_size": 51},
+    "emu3": {
+        "vocabulary_map": EMU3,
+        "vq_config.base_channels": 32,
+        "vq_config.channel_multiplier": [1, 1],
+        "vq_config.num_res_blocks": 1,
+        "vq_config.attn_resolutions": [1],
+        "vq_config.hidden_size": 32,
+        "vq_config.num_attention_heads": 1,
+        "vq_config.codebook_size": 32,
+    },
     "glmasr": {"audio_config.intermediate_size": 288},  # features of four frames are regrouped by it
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 1, "L_bp_cycles": [1]},
@@ -49,14 +111,24 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "longformer": {"attention_window": 4},
     "mllama": {"vision_config.intermediate_layers_indices": [0], "vision_config.vision_output_dim": 72},
-    "nemo_speechlm": {"head_config.audio_hidden_size": 72},
+    "nemo_speechlm": {
+        "audio_config.diarization_config.head_config.audio_hidden_size": 72,
+        **dict.fromkeys((f"{tower}.num_key_value_heads" for tower in NEMO_TOWERS), 9),
+        "text_config.layers_block_type": ["linear_attention", "moe", "full_attention"],
+    },
     "mobilebert": {"true_hidden_size": 72, "intra_bottleneck_size": 72},
-    "qwen4_exp_text": {"linear_num_key_heads": 3, "linear_num_value_heads": 9, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "qwen4_exp": {**{f"text_config.{field}": value for field, value in QWEN4.items()}, "text_config.eos_token_id": 96},
+    "qwen4_exp_text": QWEN4,
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 72},
     "reformer": {"is_decoder": True, "attn_layers": ["local", "local"], "axial_pos_embds": False},
     "rwkv": {"attention_hidden_size": 72, "hidden_size": 72},
+    "vibevoice_asr": {
+        f"{tower}_tokenizer_encoder_config.{field}": value
+        for tower in ("acoustic", "semantic")
+        for field, value in {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}.items()
+    },
     "voxtral": {"audio_token_id": 100, "audio_config.intermediate_size": 288},
-    "xlstm": {"num_heads": 8, "hidden_size": 64, "embedding_dim": 64, "num_blocks": 2},
+    "xlstm": {"num_heads": 8, "hidden_size": 128, "embedding_dim": 128, "num_blocks": 2},  # its cache takes multiples of 128 alone
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 144,
@@ -80,6 +152,7 @@ REAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(KINDS, ROPE)},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "emu3": {"vocabulary_map": EMU3},
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
     "gemma3": {"vision_config.image_size": 896, "vision_config.patch_size": 14},
     "granitemoehybrid": {"num_hidden_layers": 8, "layer_types": [*["linear_attention"] * 5, "full_attention", *["linear_attention"] * 2]},
@@ -90,6 +163,11 @@ REAL: dict[str, dict[str, Any]] = {
     "qwen3_asr": {"audio_config.output_dim": 2048},
     "qwen3_5": {"vision_config.out_hidden_size": 4096},
     "qwen3_5_moe": {"vision_config.out_hidden_size": 2048},
+    "vibevoice_asr": {
+        f"{tower}_tokenizer_encoder_config.{field}": value
+        for tower in ("acoustic", "semantic")
+        for field, value in {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}.items()
+    },
     "voxtral": {"audio_token_id": 24},
     "xmod": {"default_language": "en_XX"},
 }

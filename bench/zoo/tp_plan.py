@@ -11,9 +11,9 @@ import re
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from colrow.planning.models import model_class
+from colrow.planning.models import build
 from colrow.planning.plan import Plan, TensorPlan
 from colrow.planning.words import fold
 
@@ -30,7 +30,7 @@ Difference = dict[str, str]
 def compare(config: PreTrainedConfig, plan: Plan) -> dict[str, Any] | None:
     """{"agree": number, "differ": [...]}; None where transformers has no plan for this architecture."""
     with torch.device("meta"):
-        model: PreTrainedModel = model_class(config).from_config(config)
+        model = build(config)
     patterns = dict(model._tp_plan or {})
     if not any(STYLES.get(style) for style in patterns.values()):
         return None

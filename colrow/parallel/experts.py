@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..planning.models import compute_experts, routed
 from ..planning.plan import Plan
 
 ROW = 16  # bytes
@@ -21,11 +22,10 @@ ROW = 16  # bytes
 
 def choose(model: Any, plan: Plan | None = None) -> None:
     """Leaves transformers' choice where it can run on every rank; `plan` None: on the model as it is."""
-    settable = getattr(model, "_can_set_experts_implementation", None)
-    if settable is None or not settable() or getattr(model.config, "_experts_implementation", None) != "grouped_mm":
+    if not any(part.config._experts_implementation == "grouped_mm" for part in routed(model)):
         return
     if any(p.dtype is torch.float64 or any(n * p.element_size() % ROW for n in shape[1:]) for p, shape in _matrices(model, plan)):
-        model.set_experts_implementation("eager")
+        compute_experts(model, "eager")
 
 
 def _matrices(model: nn.Module, plan: Plan | None) -> Iterator[tuple[nn.Parameter, tuple[int, ...]]]:

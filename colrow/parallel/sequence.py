@@ -32,6 +32,7 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..partition import balance
 from ..planning import sequence as planning
+from ..planning.models import routed
 from ..planning.plan import Plan
 from ..planning.sequence import Cut
 from . import overlap
@@ -208,7 +209,7 @@ def make(model: nn.Module, plan: Plan, group: Group, mode: Mode) -> Sequence | N
     if cut is None:
         raise UserError("sequence parallelism needs blocks whose attention and MLP are split", name, works)
     shared = frozenset(region.shares for region in plan.regions if region.op == "copy" and region.shares)
-    return Sequence(group, cut, shared, getattr(model, "_can_set_experts_implementation", lambda: False)())
+    return Sequence(group, cut, shared, bool(routed(model)))
 
 
 def install(model: nn.Module, sequence: Sequence) -> None:

@@ -21,6 +21,7 @@ from ..comm import collectives
 from ..comm.group import Alone, Call, Group, Transport
 from ..errors import UserError
 from ..partition import Partition
+from ..planning.models import compute_experts
 from ..planning.plan import Plan
 from ..planning.record import EAGER, record
 from ..planning.trace import Trace
@@ -95,8 +96,7 @@ def at_present(model: Any) -> nn.Module:
 
     out = empty(model.config, torch.float32)
     out.set_attn_implementation(EAGER)
-    if out._can_set_experts_implementation():
-        out.set_experts_implementation("batched_mm")  # the one with static shapes
+    compute_experts(out, "batched_mm")  # the one with static shapes
     known = dict(out.named_modules())
     for name, module in model.named_modules():
         if name in known:

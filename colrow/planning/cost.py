@@ -137,7 +137,7 @@ def _backward(region: Region) -> Iterator[tuple[str, str]]:
 
 def _step(shape: tuple[Length, ...]) -> tuple[Length, ...]:
     """In a step with the cache the new tokens go by alone: what the first pass put beside them (a picture) is in the cache."""
-    return tuple("S" if isinstance(n, tuple) and "S" in lengths.names(n) else n for n in shape)
+    return tuple(lengths.step(n) for n in shape)
 
 
 def size_of(region: Region, sizes: dict[str, int], dtype_bytes: int) -> tuple[int, int]:

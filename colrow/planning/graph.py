@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import lengths
 from .factors import Node, leaves, length, resolve
-from .inputs import DECODED, TOKENS, vocabulary
+from .inputs import vocabulary
 from .lengths import Length
 from .means import TAKEN, Mean, numbered
 from .measured import Measured
@@ -162,10 +162,9 @@ class Graph:
     def in_steps(self) -> list[bool]:
         """Whether a value is made in every step of decoding with the cache: it depends on the sequence that becomes longer, or on no input
         and is used for what does. True for every value of a model without such a sequence."""
-        sequence = next((self.trace.inputs[name] for name in (DECODED, TOKENS) if name in self.trace.inputs), None)
-        if sequence is None:
+        if not self.trace.growing:
             return [True] * len(self.trace.values)
-        out = [begun and used for begun, used in zip(self.trace.dependent({sequence}), self._used, strict=True)]
+        out = [begun and used for begun, used in zip(self.trace.dependent(self.trace.growing), self._used, strict=True)]
         for op in reversed(self.trace.ops):
             needed = any(out[o] for o in self.results[op.index])
             for v in self.inputs[op.index]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ CACHES = ("cache", "past_key_values", "cache_params")
 """What models call their cache: transformers before 5.24 `past_key_values`, from then on `cache`; state space models `cache_params`."""
 GRID = 2  # merged patches along each side of a picture whose size is free
 FRAMES = 240  # of a spectrogram whose length is free
+SOUND = "input_features"
+PATCHES = "patch_lengths"  # of how many tokens in a row the model makes one vector; it finds them by its numbers where it is not told
 HEARD = ("input_features_mask", "feature_attention_mask")  # which frames of a spectrogram are sound
 
 
@@ -69,6 +71,39 @@ def encoded(model: Any, example: Example) -> Any:
     return encoder(**found, return_dict=True)
 
 
+def rereads(model: Any, ids: torch.Tensor, **cache: Any) -> bool:
+    """Whether the model wants all of `ids` [1, S] in the step for the last of them, in spite of its cache (CPM-Ant): as its own preparation
+    for generate() says."""
+    try:
+        return bool(model.prepare_inputs_for_generation(ids, next_sequence_length=1, **cache)[TOKENS].shape[1] > 1)
+    except Exception:  # prepares nothing, or wants to be told more
+        return False
+
+
+def beside(config: PreTrainedConfig, names: Container[str]) -> bool:
+    """Whether, of inputs with these names, each token comes with a stretch of sound of its own, the next token too."""
+    return TOKENS in names and SOUND in names and placed(config, "audio") is None
+
+
+def patches(batch: int, tokens: int) -> torch.Tensor:
+    """Lengths of patches: 1, sometimes 1 again, then 2 each."""
+    return torch.tensor([[1, *[1] * ((tokens - 1) % 2), *[2] * ((tokens - 1) // 2)]] * batch)
+
+
+def cut_behind(example: Example, tokens: int) -> tuple[Example, tuple[Example, ...]]:
+    """Of an example in which each token has its own sound, the first `tokens`, and for each of the others its sound without its id."""
+    count = example[TOKENS].shape[1]
+
+    def part(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        dim = next(d for d in range(1, x.dim()) if x.shape[d] % count == 0)
+        each = x.shape[dim] // count
+        return x.narrow(dim, start * each, (stop - start) * each)
+
+    first = {name: part(x, 0, tokens) for name, x in example.items()}
+    others = {name: x for name, x in example.items() if name != TOKENS}
+    return first, tuple({name: part(x, at, at + 1) for name, x in others.items()} for at in range(tokens, count))
+
+
 def vocabulary(config: PreTrainedConfig, decoder: bool = False) -> int | None:
     """Number of token ids (of the decoder's, where those are others); None for a model without tokens."""
     try:
@@ -95,12 +130,13 @@ class _Maker:
         self.config: PreTrainedConfig = model.config
         self.main = model.main_input_name if isinstance(model.main_input_name, str) else model.main_input_name[0]
         self.takes = takes(model)
+        self.patched = PATCHES in self.takes | takes(model.base_model)
         self.modalities = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
         self.batch, self.length, self.source = batch, length, source
         self.draw = torch.Generator().manual_seed(seed)
 
     def examples(self) -> Iterator[Example]:
-        if self.main == "input_features" or self.main == "input_values":
+        if self.main == SOUND or self.main == "input_values":
             for sound in self._sounds():
                 yield sound | self._decoded()
         elif "pixel_values" in self.takes and ("image" in self.modalities or self.main == "pixel_values"):
@@ -112,8 +148,11 @@ class _Maker:
             if self.main == TOKENS:
                 yield self._text() | self._decoded()
         else:
-            if "input_features" in self.takes and (place := placed(self.config, "audio")) is not None:
-                yield from self._heard(place)
+            if SOUND in self.takes:
+                place = placed(self.config, "audio")
+                yield from self._beside() if place is None else self._heard(place)
+            if self.patched:
+                yield self._text() | {PATCHES: patches(self.batch, self.length)}
             yield self._text() | self._decoded()
 
     def _ids(self, length: int, size: int | None) -> torch.Tensor:
@@ -159,13 +198,23 @@ class _Maker:
         """A spectrogram and tokens, with as many places among the tokens as the sound has features. What makes the frames fewer is a
         model's own: strided layers, windows, several taken together."""
         fixed = [2 * n for key, n in _ints(self.config) if key in ("max_source_positions", "n_window")]
-        fewer = [n for key, n in _ints(self.config) if "downsample" in key and 1 < n <= FRAMES] + [4, 8, 2]
         for n, m in itertools.product(fixed or [FRAMES], self._bands()):
             masks = {name: torch.ones(self.batch, n, dtype=torch.long) for name in HEARD if name in self.takes}
-            for mask, count in itertools.product([masks, {}] if masks else [{}], dict.fromkeys(-(-n // k) for k in fewer)):
+            for mask, count in itertools.product([masks, {}] if masks else [{}], dict.fromkeys(-(-n // k) for k in self._fewer())):
                 ids = self._among(count, place)
-                yield {TOKENS: ids, "input_features": self._floats(self.batch, m, n)} | mask
-                yield {TOKENS: ids, "input_features": self._floats(self.batch, n, m)} | mask
+                yield {TOKENS: ids, SOUND: self._floats(self.batch, m, n)} | mask
+                yield {TOKENS: ids, SOUND: self._floats(self.batch, n, m)} | mask
+
+    def _beside(self) -> Iterator[Example]:
+        """A spectrogram with as many frames to each token, where no id stands for a place of sound: the features are added to the tokens'."""
+        for each, m in itertools.product(self._fewer(), self._bands()):
+            n = each * self.length
+            yield self._text() | {SOUND: self._floats(self.batch, m, n)}
+            yield self._text() | {SOUND: self._floats(self.batch, n, m)}
+
+    def _fewer(self) -> list[int]:
+        """How many frames may become one feature."""
+        return list(dict.fromkeys([n for key, n in _ints(self.config) if "downsample" in key and 1 < n <= FRAMES] + [4, 8, 2]))
 
     def _among(self, count: int, place: int) -> torch.Tensor:
         """Rows of tokens of which `count` are the places of features."""

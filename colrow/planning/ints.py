@@ -34,6 +34,19 @@ class Tracked(int):
         return out
 
 
+class Told(Tracked):
+    """An entry of a parameter's shape. Where the code asks whether something is larger or smaller, `tell()` is called: on a rank the
+    parameter may be smaller, and the answer another one."""
+
+    tell: Callable[[], None]
+
+    @staticmethod
+    def about(value: int, expr: Expr, tell: Callable[[], None]) -> Told:
+        out = Told(value)
+        out.expr, out.tell = expr, tell
+        return out
+
+
 def expression(value: int) -> Expr:
     """The expression of any int; a plain one is a literal."""
     return value.expr if isinstance(value, Tracked) else ("int", int(value))
@@ -69,6 +82,17 @@ def _operator(symbol: str, name: str, reverse: bool) -> Callable[[Tracked, Any],
 
     return method
 
+
+def _order(name: str) -> Callable[[Told, Any], Any]:
+    def method(self: Told, other: Any) -> Any:
+        self.tell()
+        return getattr(int, name)(self, other)
+
+    return method
+
+
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Told, f"__{_name}__", _order(f"__{_name}__"))
 
 for _symbol, _name in (("+", "add"), ("-", "sub"), ("*", "mul"), ("//", "floordiv"), ("%", "mod")):
     setattr(Tracked, f"__{_name}__", _operator(_symbol, f"__{_name}__", reverse=False))

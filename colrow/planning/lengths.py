@@ -55,6 +55,20 @@ def plain(length: Length) -> Length:
     return length
 
 
+def step(length: Length) -> Length:
+    """The length of what comes with new tokens alone: a factor stays, what is added is there already.
+
+    >>> step(("+", "S", 17)), step(("*", "S", 4))
+    ('S', ('*', 'S', 4))
+    """
+    if not isinstance(length, tuple) or "S" not in names(length):
+        return length
+    if length[0] == "*":
+        return ("*", step(length[1]), step(length[2]))
+    each = value(length, {"S": 1}) if names(length) == {"S"} else 0
+    return length if each and all(value(length, {"S": n}) == n * each for n in TRIED) else "S"
+
+
 def product(parts: Iterable[Length]) -> Length:
     """The number of elements of several dims together; numbers are multiplied out."""
     every = list(parts)

@@ -56,7 +56,8 @@ class Measured:
     @cached_property
     def _sequences(self) -> dict[str, list[bool]]:
         """ "S" and "E" -> whether a value depends on it."""
-        return {name: self.trace.dependent({self.trace.inputs[key]}) for name, key in _inputs(self.trace).items()}
+        sources = {name: {self.trace.inputs[key]} for name, key in _inputs(self.trace).items()}
+        return {name: self.trace.dependent(self.trace.growing if name == "S" else at) for name, at in sources.items()}
 
     @cached_property
     def _others(self) -> list[Trace]:
@@ -85,6 +86,8 @@ def fitted(name: str, sizes: Mapping[int, int]) -> Length:
 
     >>> fitted("S", {7: 4, 8: 4, 9: 5, 12: 6})
     ('//', ('+', ('*', 'S', 1), 1), 2)
+    >>> fitted("S", {7: 10, 8: 10, 9: 12, 12: 14})[0]
+    '*'
     """
     first = next(iter(sizes.values()))
     if all(size == first for size in sizes.values()):
@@ -93,4 +96,9 @@ def fitted(name: str, sizes: Mapping[int, int]) -> Length:
         found: Length = ("//", ("+", ("*", name, a), b), c)
         if all(lengths.value(found, {name: n}) == size for n, size in sizes.items()):
             return found
+    for times in range(2, 9):
+        if all(size % times == 0 for size in sizes.values()):
+            each = fitted(name, {n: size // times for n, size in sizes.items()})
+            if not isinstance(each, int):
+                return ("*", each, times)
     return first

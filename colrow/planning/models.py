@@ -43,7 +43,9 @@ def model_class(config: PreTrainedConfig) -> Any:
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and named.config_class is type(config):
             return named
     remote = getattr(config, "auto_map", None) or {}
-    return next((auto for auto in _order(config) if type(config) in auto._model_mapping or auto.__name__ in remote), AutoModel)
+    auto = next((auto for auto in _order(config) if type(config) in auto._model_mapping or auto.__name__ in remote), AutoModel)
+    several = auto._model_mapping.get(type(config), None)
+    return several[0] if isinstance(several, tuple) else auto  # an auto class builds none of several without a config that names it
 
 
 def _order(config: PreTrainedConfig) -> tuple[Any, ...]:
@@ -86,6 +88,21 @@ def require_text(config: PreTrainedConfig, what: str, translators: bool = False)
         raise UserError(
             f"{what} needs a decoder alone, this model has an encoder too", cls.__name__, "colrow run, or colrow.load(...) in Python"
         )
+
+
+def routed(model: Any) -> list[PreTrainedModel]:
+    """Those of the models in it (itself, its towers) whose way of computing experts can be chosen. A model around a text model with experts
+    says of itself that it cannot."""
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and m._can_set_experts_implementation()]
+
+
+def compute_experts(model: Any, way: str) -> None:
+    """`way` as transformers' `experts_implementation`, in every model that has experts; also where a layer has a config of its own."""
+    for part in routed(model):
+        part.set_experts_implementation(way)
+        for config in (getattr(module, "config", None) for module in part.modules()):
+            if type(config) is type(part.config):
+                config._experts_implementation = way
 
 
 def build(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from .ints import Expr, Tracked, expression
+from .ints import Expr, Told, Tracked, expression
 
 Fixed: TypeAlias = Iterator[tuple[torch.Tensor, int, Expr]]  # (result, dim, the size it was given)
 
@@ -44,11 +44,10 @@ class IntReader(TorchFunctionMode):
             return content.tolist()
         out = func(*args, **kwargs)
         if name in ("__get__", "size") and isinstance(out, torch.Size):
-            at = self.recorder.value(args[0])
-            return torch.Size([Tracked.of(n, ("size", at, d)) for d, n in enumerate(out)])
+            return torch.Size([self._size(args[0], d, n) for d, n in enumerate(out)])
         if name == "size":
             dim = args[1] if len(args) > 1 else kwargs["dim"]
-            return Tracked.of(out, ("size", self.recorder.value(args[0]), dim % args[0].dim()))
+            return self._size(args[0], dim % args[0].dim(), out)
         if name in ("tensor", "as_tensor") and isinstance(out, torch.Tensor) and out.device.type == "meta":
             self._literal(func, out, args, kwargs)
         of_source = {"__getitem__": self._slice_bounds, "chunk": self._chunks, "pad": self._padded}.get(name)
@@ -56,6 +55,12 @@ class IntReader(TorchFunctionMode):
             for tensor, dim, expr in (of_source or _SIZES[name])(args, kwargs, out):
                 self.recorder.use(name, tensor, dim, expr)
         return out
+
+    def _size(self, tensor: torch.Tensor, dim: int, n: int) -> Tracked:
+        expr = ("size", self.recorder.value(tensor), dim)
+        if not isinstance(tensor, torch.nn.Parameter):
+            return Tracked.of(n, expr)
+        return Told.about(n, expr, lambda: self.recorder.use("a comparison", tensor, dim, ("int", int(n))))
 
     def _literal(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
         """A tensor written out in the code: its content is known, where that of all tensors in it is. With its

@@ -11,7 +11,7 @@ An in-place op makes a new value; `Op.mutates` says which older value occupies t
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .inputs import DECODED, TOKENS, Example, examples
+from .inputs import DECODED, SOUND, TOKENS, Example, beside, examples
 from .ints import Expr
-from .models import build
+from .models import build, compute_experts
 
 Leaf = TypeVar("Leaf")
 
@@ -160,7 +160,14 @@ class Trace:
         name = next((n for n in (DECODED, TOKENS) if n in self.inputs), None)
         return LENGTH if name is None else self.values[self.inputs[name]].shape[1]
 
-    def dependent(self, sources: set[int]) -> list[bool]:
+    @property
+    def growing(self) -> frozenset[int]:
+        """The inputs that decoding makes longer: the tokens (a decoder's where it has its own), and the sound that comes with each of them."""
+        name = next((n for n in (DECODED, TOKENS) if n in self.inputs), None)
+        names = [] if name is None else [name, SOUND] if beside(self.config, self.inputs) else [name]
+        return frozenset(self.inputs[n] for n in names)
+
+    def dependent(self, sources: Set[int]) -> list[bool]:
         """Of every value, whether it depends on one of `sources`."""
         out = [v.id in sources for v in self.values]
         for op in self.ops:
@@ -193,8 +200,7 @@ def empty_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     options = {"attn_implementation": attention, "dtype": torch.float32}
     with torch.device("meta"):
         model = build(config, **options)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # static shapes; for tracing only
+    compute_experts(model, "batched_mm")  # static shapes; for tracing only
     return model.eval()
 
 

@@ -17,7 +17,22 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..planning.inputs import CACHES, DECODED, TOKENS, Example, encoded, fitting, moved, places, takes
+from ..planning.inputs import (
+    CACHES,
+    DECODED,
+    PATCHES,
+    TOKENS,
+    Example,
+    beside,
+    cut_behind,
+    encoded,
+    fitting,
+    moved,
+    patches,
+    places,
+    rereads,
+    takes,
+)
 
 IGNORED = -100  # the label that transformers' loss leaves out
 
@@ -34,11 +49,14 @@ class Questions:
     prompt: Example
     steps: int
     train: bool = True
+    following: tuple[Example, ...] = ()  # what each new token comes with besides its id
 
     def to(self, model: nn.Module) -> Questions:
         device = next(model.parameters()).device
         labels = None if self.labels is None else self.labels.to(device)
-        return replace(self, inputs=moved(self.inputs, device, model), labels=labels, prompt=moved(self.prompt, device, model))
+        following = tuple(moved(example, device, model) for example in self.following)
+        prompt = moved(self.prompt, device, model)
+        return replace(self, inputs=moved(self.inputs, device, model), labels=labels, prompt=prompt, following=following)
 
     def briefly(self) -> Questions:
         """Without training, and just enough decoding to use the cache."""
@@ -83,8 +101,13 @@ def questions(
     do not count. An encoder with a decoder behind it gets other lengths than the decoder."""
     inputs = fitting(model, batch, length, length + 3, seed)
     start = fitting(model, 1, prompt, prompt + 3, seed + 1)
+    following: tuple[Example, ...] = ()
+    if PATCHES in start:
+        following = ({PATCHES: patches(1, 1)},) * steps
+    elif beside(model.config, start):
+        start, following = cut_behind(fitting(model, 1, prompt + steps, prompt + 3, seed + 1), prompt)
     decodes = _scores_tokens(model) and cache_name(model) is not None
-    return Questions(inputs, _labels(model, inputs), start, steps if decodes else 0, train)
+    return Questions(inputs, _labels(model, inputs), start, steps if decodes else 0, train, following)
 
 
 def _scores_tokens(model: Any) -> bool:
@@ -187,6 +210,7 @@ def _decode(
     given: dict[str, Any] = {}
     inputs = asked.prompt
     sequence = DECODED if DECODED in inputs else TOKENS
+    so_far, reread = inputs[sequence], False
     with torch.no_grad():
         for step in range(asked.steps):
             phase("decode_prompt" if step == 0 else "decode")
@@ -200,7 +224,11 @@ def _decode(
             if out.get(name) is None:
                 break  # an encoder: it has no cache, and nothing to decode
             ids = asked.prompt[sequence].new_tensor([[tokens[-1] if follow is None else follow[step]]])
-            inputs = {sequence: ids}
+            so_far = torch.cat([so_far, ids], 1)
+            if step == 0 and sequence == TOKENS:
+                reread = rereads(model, so_far, **{name: out[name]})
+            inputs = {sequence: so_far if reread else ids} | (asked.following[step] if asked.following else {})
+            given |= {key: out[key] for key in out if key.endswith("_cache") and key in takes(model)}  # of an encoder that hears along
             given |= {name: out[name], **mask_after(asked.prompt, sequence, step + 1, out[name])}
     return torch.stack(rows), tuple(tokens)
 

@@ -25,7 +25,7 @@ class Integers:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._type = type(config)
-        self.state: State = config.to_dict()
+        self.state: State = _fields(config)
 
     def fields(self, state: State) -> list[Path]:
         """Every integer of at least 2 that can be a size, in the order of the config."""
@@ -85,6 +85,18 @@ class Integers:
             for path, value in _walk(state)
             if type(value) is int and before[path] != value and not path[-1].endswith(SPECIAL)
         )
+
+
+def _fields(config: PreTrainedConfig) -> State:
+    """The config's dict with the numbers of its fields: there are configs that write others to files (Dory: two blocks for each layer)."""
+    out, own = config.to_dict(), vars(config)
+    for key, written in out.items():
+        value = own.get(key)
+        if isinstance(value, PreTrainedConfig):
+            out[key] = _fields(value)
+        elif type(value) in (int, list) and value != written:
+            out[key] = copy.deepcopy(value)
+    return out
 
 
 def _walk(state: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -43,8 +43,7 @@ def _wide(module: torch.nn.Module) -> None:
 
 def simple_experts(model: PreTrainedModel) -> PreTrainedModel:
     """With experts computed one after the other: grouped products are not there for float64."""
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+    models.compute_experts(model, "eager")
     return model
 
 

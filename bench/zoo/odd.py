@@ -23,7 +23,7 @@ DOTS3: dict[str, Any] = {
 
 EMU3 = {"<image>": 100, "<|extra_200|>": 99, "<|visual token 000000|>": 98}
 NEMO_TOWERS = ("audio_config.asr_config", "audio_config.diarization_config.audio_config", "word_timestamp_config")
-QWEN4: dict[str, Any] = {  # tables of n-grams in the first layer, and what its attention looks positions up with, which the class leaves open
+QWEN4: dict[str, Any] = {  # the class leaves open what its attention looks positions up with, and has tables of n-grams in no layer
     "indexer_n_heads": 3,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
@@ -49,7 +49,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "decoder_config.hidden_size_global": 72,
         "encoder_hash_byte_group_vocab": 53,
         "local_attention_window_len": 4,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 2,  # transformers makes its cache of so many layers, and the class has no such field
     },
     "codegen": {"n_head": 12, "n_embd": 96, "rotary_dim": 4},  # heads lie in four blocks
     "cohere_compass_text": {"num_hidden_layers": 2, "layer_types": KINDS, "rope_parameters": dict.fromkeys(KINDS, ROPE)},
@@ -63,7 +63,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**MLA, "num_experts_per_tok": 2, "n_routed_experts": 4},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}, "o_groups": 3},
     "dinov2": STAGES,
-    "dory": {
+    "dory": {  # numbers of layers that add up
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "n_input_layers": 1,
@@ -85,7 +85,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "esm": {"vocab_size": 101, "mask_token_id": 3, "pad_token_id": 0},
     "gemma3n_text": SHARED | {"activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0], "intermediate_size": 51},
-    "emu3": {
+    "emu3": {  # which tokens are pictures' says a tokenizer's table; its encoder of pictures is a pyramid of convolutions
         "vocabulary_map": EMU3,
         "vq_config.base_channels": 32,
         "vq_config.channel_multiplier": [1, 1],
@@ -114,7 +114,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "nemo_speechlm": {
         "audio_config.diarization_config.head_config.audio_hidden_size": 72,
         **dict.fromkeys((f"{tower}.num_key_value_heads" for tower in NEMO_TOWERS), 9),
-        "text_config.layers_block_type": ["linear_attention", "moe", "full_attention"],
+        "text_config.layers_block_type": ["linear_attention", "moe", "full_attention"],  # a list without a number of layers beside it
     },
     "mobilebert": {"true_hidden_size": 72, "intra_bottleneck_size": 72},
     "qwen4_exp": {**{f"text_config.{field}": value for field, value in QWEN4.items()}, "text_config.eos_token_id": 96},
@@ -169,6 +169,7 @@ REAL: dict[str, dict[str, Any]] = {
         for field, value in {"num_filters": 4, "downsampling_ratios": [2, 2], "depths": [1, 1, 1]}.items()
     },
     "voxtral": {"audio_token_id": 24},
+    "xlstm": {"num_hidden_layers": 8, "num_blocks": 8},  # two names of one number
     "xmod": {"default_language": "en_XX"},
 }
 """What a config class leaves open, or sets so that its parts do not fit together, at the sizes of published models."""

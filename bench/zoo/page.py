@@ -36,7 +36,7 @@ configs whose defaults do not build when they are made small.
 * **a layer**: all-reduces of a layer in training at tp 2: of activations forward + backward + of gradients of parameters that several ranks
   use (copies of KV heads, routers, norms of single heads).
 * **tp 2, 3, 8**: largest difference from the whole model, relative to its largest element: logits / cached decoding / gradients. "-": there
-  is nothing to compare (an encoder decodes nothing).
+  is nothing to compare (an encoder decodes nothing, and a model that reads the whole text again for each token has no steps).
 """
 
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import UserError
 from ..partition import Partition
-from ..planning.inputs import CACHES
+from ..planning.inputs import CACHES, rereads
 
 
 class Forward:
@@ -30,6 +30,9 @@ class Forward:
         self._cache_arg = next((name for name in CACHES if name in accepted), None)
         if self._cache_arg is None:
             raise UserError(f"{type(model).__name__} takes no cache, so it cannot generate", works="a causal language model")
+        if rereads(model):
+            what = f"{type(model).__name__} reads the whole text again for each token, which colrow's engine does not do"
+            raise UserError(what, works="in Python, colrow.load(...).generate()")
         self.takes_positions = "position_ids" in accepted
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
 

@@ -71,11 +71,11 @@ def encoded(model: Any, example: Example) -> Any:
     return encoder(**found, return_dict=True)
 
 
-def rereads(model: Any, ids: torch.Tensor, **cache: Any) -> bool:
-    """Whether the model wants all of `ids` [1, S] in the step for the last of them, in spite of its cache (CPM-Ant): as its own preparation
-    for generate() says."""
+def rereads(model: Any) -> bool:
+    """Whether the model wants all tokens again in each step in spite of its cache (CPM-Ant), as its own preparation for generate() says."""
+    ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
     try:
-        return bool(model.prepare_inputs_for_generation(ids, next_sequence_length=1, **cache)[TOKENS].shape[1] > 1)
+        return bool(model.prepare_inputs_for_generation(ids, next_sequence_length=1)[TOKENS].shape == ids.shape)
     except Exception:  # prepares nothing, or wants to be told more
         return False
 
@@ -206,7 +206,7 @@ class _Maker:
                 yield {TOKENS: ids, SOUND: self._floats(self.batch, n, m)} | mask
 
     def _beside(self) -> Iterator[Example]:
-        """A spectrogram with as many frames to each token, where no id stands for a place of sound: the features are added to the tokens'."""
+        """A spectrogram with as many frames to each token, where no id stands for a place of sound: features are added to the tokens'."""
         for each, m in itertools.product(self._fewer(), self._bands()):
             n = each * self.length
             yield self._text() | {SOUND: self._floats(self.batch, m, n)}

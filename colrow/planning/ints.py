@@ -35,13 +35,14 @@ class Tracked(int):
 
 
 class Told(Tracked):
-    """An entry of a parameter's shape. Where the code asks whether something is larger or smaller, `tell()` is called: on a rank the
-    parameter may be smaller, and the answer another one."""
+    """An entry of a shape. Where the code compares it, `tell("lt", other)` is called (or "le", "gt", "ge", "eq", "ne"): on a rank the entry
+    may be smaller, and the answer must be the same."""
 
-    tell: Callable[[], None]
+    tell: Callable[[str, Any], None]
+    __hash__ = int.__hash__
 
     @staticmethod
-    def about(value: int, expr: Expr, tell: Callable[[], None]) -> Told:
+    def about(value: int, expr: Expr, tell: Callable[[str, Any], None]) -> Told:
         out = Told(value)
         out.expr, out.tell = expr, tell
         return out
@@ -83,16 +84,21 @@ def _operator(symbol: str, name: str, reverse: bool) -> Callable[[Tracked, Any],
     return method
 
 
-def _order(name: str) -> Callable[[Told, Any], Any]:
+_MIRRORED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+def _comparison(name: str) -> Callable[[Told, Any], Any]:
     def method(self: Told, other: Any) -> Any:
-        self.tell()
-        return getattr(int, name)(self, other)
+        self.tell(name, other)
+        if isinstance(other, Told):
+            other.tell(_MIRRORED[name], self)
+        return getattr(int, f"__{name}__")(self, other)
 
     return method
 
 
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(Told, f"__{_name}__", _order(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Told, f"__{_name}__", _comparison(_name))
 
 for _symbol, _name in (("+", "add"), ("-", "sub"), ("*", "mul"), ("//", "floordiv"), ("%", "mod")):
     setattr(Tracked, f"__{_name}__", _operator(_symbol, f"__{_name}__", reverse=False))

@@ -8,9 +8,11 @@ with a language model's head where there is one. Not here: weights, inputs (inpu
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import (
@@ -24,8 +26,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.cache_utils import Cache
 
 from ..errors import UserError
+from .inputs import CACHES
 
 GENERATORS: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
 TRANSLATORS: tuple[Any, ...] = (AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
@@ -103,6 +107,22 @@ def compute_experts(model: Any, way: str) -> None:
         for config in (getattr(module, "config", None) for module in part.modules()):
             if type(config) is type(part.config):
                 config._experts_implementation = way
+
+
+def keeps_state(model: PreTrainedModel, arguments: dict[str, torch.Tensor]) -> bool:
+    """Whether the sizes of a cache come from integers: of modules that keep a state themselves, or of a class of the model's own (xLSTM).
+    transformers' caches take the sizes of what is put in."""
+    if any(hasattr(m, "_setup_cache") for m in model.modules() if not isinstance(m, PreTrainedModel)):
+        return True
+    if not model._is_stateful or "use_cache" not in inspect.signature(model.forward).parameters:
+        return False
+    try:
+        with torch.no_grad():
+            out = model(**arguments, use_cache=True)
+    except Exception:  # it needs numbers
+        return False
+    cache = next((out[name] for name in CACHES if out.get(name) is not None), None)
+    return cache is not None and not isinstance(cache, Cache | tuple | list)
 
 
 def build(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .inputs import DECODED, TOKENS, Example, examples
 from .ints import Expr, Tracked
+from .models import keeps_state
 from .sizes import IntReader
 from .trace import BATCH, LENGTH, SOURCE_LENGTH, AttentionCall, Call, IntUse, Op, Ref, Trace, TraceError, Value, leaves
 
@@ -305,6 +306,7 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
     given = example or next(examples(model, BATCH, LENGTH, SOURCE_LENGTH))
     arguments = {name: t.to("meta") for name, t in given.items()}
     known = not given.keys() <= {TOKENS, DECODED}
+    own = keeps_state(model, arguments)
     inputs = {name: r.add(t, "input", name, data=given[name].clone() if known else None) for name, t in arguments.items()}
     with ExitStack() as stack:
         attributes = _hook(model, r, stack)
@@ -313,7 +315,6 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
         stack.callback(setattr, _active, "recorder", None)
         stack.enter_context(r)
         stack.enter_context(IntReader(r))
-        own = any(hasattr(m, "_setup_cache") for m in model.modules() if not isinstance(m, PreTrainedModel))
         # a state that modules keep themselves is made in their code, by their ints; keys and values are as long as what they are given
         options = {"use_cache": own} if "use_cache" in inspect.signature(model.forward).parameters else {}
         try:

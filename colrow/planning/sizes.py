@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from .ints import Expr, Told, Tracked, expression
+from .ints import Expr, Told, Tracked, attributes, expression
 
 Fixed: TypeAlias = Iterator[tuple[torch.Tensor, int, Expr]]  # (result, dim, the size it was given)
 
@@ -57,10 +57,17 @@ class IntReader(TorchFunctionMode):
         return out
 
     def _size(self, tensor: torch.Tensor, dim: int, n: int) -> Tracked:
-        expr = ("size", self.recorder.value(tensor), dim)
-        if not isinstance(tensor, torch.nn.Parameter):
-            return Tracked.of(n, expr)
-        return Told.about(n, expr, lambda: self.recorder.use("a comparison", tensor, dim, ("int", int(n))))
+        """An entry of a shape. The rows of a table are compared with lengths that no trace knows, so a table of which the code asks that
+        stays as it is; what was compared with integers of a module, and was equal, must be equal on a rank."""
+
+        def compared(how: str, other: Any) -> None:
+            if how in ("eq", "ne"):
+                if isinstance(other, Tracked) and int(other) == int(n) and attributes(other.expr):
+                    self.recorder.use("a comparison", tensor, dim, other.expr)
+            elif isinstance(tensor, torch.nn.Parameter):
+                self.recorder.use("a comparison", tensor, dim, ("int", int(n)))
+
+        return Told.about(n, ("size", self.recorder.value(tensor), dim), compared)
 
     def _literal(self, func: Any, out: torch.Tensor, args: Any, kwargs: Any) -> None:
         """A tensor written out in the code: its content is known, where that of all tensors in it is. With its

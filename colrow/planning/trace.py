@@ -162,7 +162,7 @@ class Trace:
 
     @property
     def growing(self) -> frozenset[int]:
-        """The inputs that decoding makes longer: the tokens (a decoder's where it has its own), and the sound that comes with each of them."""
+        """The inputs that decoding makes longer: the tokens (a decoder's where it has its own), and the sound that comes with each."""
         name = next((n for n in (DECODED, TOKENS) if n in self.inputs), None)
         names = [] if name is None else [name, SOUND] if beside(self.config, self.inputs) else [name]
         return frozenset(self.inputs[n] for n in names)

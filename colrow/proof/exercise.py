@@ -95,7 +95,7 @@ class _Rows(TorchFunctionMode):
 
 
 def questions(
-    model: nn.Module, batch: int = 2, length: int = 13, prompt: int = 7, steps: int = 6, seed: int = 1, train: bool = True
+    model: Any, batch: int = 2, length: int = 13, prompt: int = 7, steps: int = 6, seed: int = 1, train: bool = True
 ) -> Questions:
     """Inputs that the whole `model` takes. Token ids include the first and the last of the vocabulary (both ends of a cut), and some labels
     do not count. An encoder with a decoder behind it gets other lengths than the decoder."""
@@ -106,7 +106,7 @@ def questions(
         following = ({PATCHES: patches(1, 1)},) * steps
     elif beside(model.config, start):
         start, following = cut_behind(fitting(model, 1, prompt + steps, prompt + 3, seed + 1), prompt)
-    decodes = _scores_tokens(model) and cache_name(model) is not None
+    decodes = _scores_tokens(model) and cache_name(model) is not None and not rereads(model)
     return Questions(inputs, _labels(model, inputs), start, steps if decodes else 0, train, following)
 
 
@@ -210,7 +210,6 @@ def _decode(
     given: dict[str, Any] = {}
     inputs = asked.prompt
     sequence = DECODED if DECODED in inputs else TOKENS
-    so_far, reread = inputs[sequence], False
     with torch.no_grad():
         for step in range(asked.steps):
             phase("decode_prompt" if step == 0 else "decode")
@@ -224,10 +223,7 @@ def _decode(
             if out.get(name) is None:
                 break  # an encoder: it has no cache, and nothing to decode
             ids = asked.prompt[sequence].new_tensor([[tokens[-1] if follow is None else follow[step]]])
-            so_far = torch.cat([so_far, ids], 1)
-            if step == 0 and sequence == TOKENS:
-                reread = rereads(model, so_far, **{name: out[name]})
-            inputs = {sequence: so_far if reread else ids} | (asked.following[step] if asked.following else {})
+            inputs = {sequence: ids} | (asked.following[step] if asked.following else {})
             given |= {key: out[key] for key in out if key.endswith("_cache") and key in takes(model)}  # of an encoder that hears along
             given |= {name: out[name], **mask_after(asked.prompt, sequence, step + 1, out[name])}
     return torch.stack(rows), tuple(tokens)

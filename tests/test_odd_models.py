@@ -190,3 +190,20 @@ def test_a_table_cut_all_the_same_is_seen() -> None:
     object.__setattr__(rows, "role", "vocab")
     with pytest.raises(GateRefused):
         prove(Small(config, plan, ()))
+
+
+def test_several_codebooks() -> None:
+    """MusicGen: a row of ids for each codebook, a head for each, and the mean of their losses."""
+    sound = {"num_filters": 4, "upsampling_ratios": [2, 2], "codebook_size": 16, "codebook_dim": 48, "hidden_size": 48}
+    text = {"d_model": 40, "d_kv": 8, "d_ff": 51, "num_layers": 1, "num_heads": 5, "vocab_size": 101, "model_type": "t5"}
+    writer = {"vocab_size": 101, "hidden_size": 48, "ffn_dim": 51, "num_hidden_layers": 1, "num_attention_heads": 6, "num_codebooks": 3}
+    writer |= {"pad_token_id": 101, "bos_token_id": 101, "dropout": 0.0, "max_position_embeddings": 64}
+    parts: dict[str, Any] = {"text_encoder": text, "audio_encoder": sound | {"model_type": "encodec"}, "decoder": writer}
+    config = tf.MusicgenConfig(**parts, architectures=["MusicgenForConditionalGeneration"])
+    asked = questions(whole.build(config, torch.float64))
+    assert asked.inputs["decoder_input_ids"].shape == (6, 13)
+    assert asked.labels is not None
+    assert asked.labels.shape == (2, 13, 3)
+    plan = derive(config, 2)
+    assert cut(plan, "lm_heads.2")
+    assert prove(Small(config, plan, ())).ok

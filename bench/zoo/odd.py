@@ -22,6 +22,16 @@ DOTS3: dict[str, Any] = {
 }
 
 EMU3 = {"<image>": 100, "<|extra_200|>": 99, "<|visual token 000000|>": 98}
+MUSICGEN: dict[
+    str, Any
+] = {  # the class that checkpoints name; the auto class knows one for the decoder alone
+    "audio_encoder.num_filters": 4,
+    "audio_encoder.upsampling_ratios": [2, 2],
+    "audio_encoder.codebook_size": 16,
+    "audio_encoder.codebook_dim": 72,
+    "decoder.pad_token_id": 101,  # behind the vocabulary
+    "decoder.bos_token_id": 101,
+}
 NEMO_TOWERS = ("audio_config.asr_config", "audio_config.diarization_config.audio_config", "word_timestamp_config")
 QWEN4: dict[str, Any] = {  # the class leaves open what its attention looks positions up with, and has tables of n-grams in no layer
     "indexer_n_heads": 3,
@@ -110,6 +120,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "vision_config.vision_output_dim": 28,
     },
     "longformer": {"attention_window": 4},
+    "musicgen": {"architectures": ["MusicgenForConditionalGeneration"], **MUSICGEN},
+    "musicgen_melody": {"architectures": ["MusicgenMelodyForConditionalGeneration"], **MUSICGEN},
     "mllama": {"vision_config.intermediate_layers_indices": [0], "vision_config.vision_output_dim": 72},
     "nemo_speechlm": {
         "audio_config.diarization_config.head_config.audio_hidden_size": 72,
@@ -159,6 +171,8 @@ REAL: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
+    "musicgen": {"architectures": ["MusicgenForConditionalGeneration"]},
+    "musicgen_melody": {"architectures": ["MusicgenMelodyForConditionalGeneration"]},
     "nemotron": {"num_key_value_heads": 8},
     "qwen3_asr": {"audio_config.output_dim": 2048},
     "qwen3_5": {"vision_config.out_hidden_size": 4096},
@@ -175,15 +189,12 @@ REAL: dict[str, dict[str, Any]] = {
 """What a config class leaves open, or sets so that its parts do not fit together, at the sizes of published models."""
 
 BROKEN: dict[str, str] = {
-    "cpmant": "in transformers it decodes with its cache only when it is given the whole text again at each step",
     "gemma3n": "its picture tower comes from the packages timm and pillow, which are not installed here; its text model is gemma3n_text",
-    "gemma4_assistant": "the class's own defaults are refused by its own check; it drafts from another model's keys and values, not alone",
-    "gemma4_unified_assistant": "it drafts from another model's keys and values, which it must be given; alone it takes no tokens",
-    "llama4": "in transformers 5.24 its forward reads outputs of pictures that its text model does not give; that is llama4_text",
-    "musicgen": "transformers' auto class hands its decoder the config of the whole, which lacks what the decoder reads",
-    "musicgen_melody": "transformers' auto class hands its decoder the config of the whole, which lacks what the decoder reads",
-    "reformer": "in transformers its backward pass refuses a model in eval mode, where alone two runs can be compared",
-    "xlstm": "in transformers its cache has the shape of other heads than its layers, so that it decodes in no tiny size that was tried",
+    "gemma4_assistant": "the class's defaults are refused by its own check (hidden_size_per_layer_input must be 0); it drafts as the next one",
+    "gemma4_unified_assistant": "it drafts from the keys and values of another model, `shared_kv_states`, and refuses to run without them",
+    "llama4": "with or without a picture it reads `image_outputs` of its text model's output, which has none in transformers 5.24; the text "
+    "model is llama4_text",
+    "reformer": "its backward pass asserts training mode, in which dropout makes each run another; colrow compares in eval mode",
 }
 """What does not run as a whole in transformers itself, so that there is nothing to compare a split with: why, in words. Counts only where
 the row failed."""

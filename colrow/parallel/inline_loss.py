@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..comm import regions
 from ..comm.group import Group
@@ -30,6 +31,7 @@ T = torch.Tensor
 RESIZE = {T.view, T.reshape}
 KEEP = {T.add, T.sub, T.mul, T.div, T.__add__, T.__radd__, T.__sub__, T.__mul__, T.__rmul__, T.__truediv__, torch.add, torch.mul}
 KEEP |= {T.to, T.float, T.double, T.contiguous, T.clone, T.type_as, T.tanh, torch.tanh, T.__getitem__}
+JOIN = {torch.stack, torch.cat}
 ASK = {T.size, T.dim, T.numel, T.is_floating_point, T.type, T.__len__, T.register_hook, T.get_device}
 WHOLE = "loss.logits"  # the call site where a function without a local form gets whole logits
 
@@ -85,15 +87,15 @@ class Follow(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        mine = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and id(x) in self.cut]
+        mine = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and id(x) in self.cut]
         if not mine or func in ASK or getattr(func, "__name__", "") == "__get__":
             return func(*args, **kwargs)
         if func is F.cross_entropy and id(kwargs.get("input", args[0] if args else None)) in self.cut:
             return self._cross_entropy(*args, **kwargs)
         if func in RESIZE:
             args = (args[0], *self._sizes(args[1:]))
-        elif func not in KEEP:
-            args, kwargs = tuple(map(self._whole, args)), {key: self._whole(x) for key, x in kwargs.items()}
+        elif func not in KEEP and not self._joined(func, args, kwargs):
+            args, kwargs = tree_map(self._whole, (args, kwargs))
             return func(*args, **kwargs)
         width, out = mine[0].shape[-1], func(*args, **kwargs)
         if out.shape[-1:] != (width,):
@@ -102,6 +104,13 @@ class Follow(TorchFunctionMode):
             )
         self.cut[id(out)] = out
         return out
+
+    def _joined(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether slices, and nothing else, are laid side by side: the logits of several codebooks."""
+        if func not in JOIN or not all(id(x) in self.cut for x in args[0]):
+            return False
+        dims = args[0][0].dim() + (func is torch.stack)
+        return (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % dims != dims - 1
 
     def _sizes(self, sizes: tuple[Any, ...]) -> tuple[Any, ...]:
         """Sizes of a view, with the rank's number of columns for the vocabulary's."""

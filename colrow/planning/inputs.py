@@ -155,9 +155,9 @@ class _Maker:
                 yield self._text() | {PATCHES: patches(self.batch, self.length)}
             yield self._text() | self._decoded()
 
-    def _ids(self, length: int, size: int | None) -> torch.Tensor:
+    def _ids(self, length: int, size: int | None, books: int = 1) -> torch.Tensor:
         size = size or 2
-        ids = torch.randint(0, size, (self.batch, length), generator=self.draw)
+        ids = torch.randint(0, size, (self.batch * books, length), generator=self.draw)
         ids[0, 0], ids[0, min(1, length - 1)] = 0, size - 1
         return ids
 
@@ -175,7 +175,9 @@ class _Maker:
         return self.config.is_encoder_decoder and DECODED in self.takes
 
     def _decoded(self) -> Example:
-        return {DECODED: self._ids(self.length, vocabulary(self.config, decoder=True))} if self._has_decoder() else {}
+        """A decoder of sounds in several codebooks has a row of ids for each."""
+        books = next((n for key, n in _ints(self.config) if key == "num_codebooks"), 1)
+        return {DECODED: self._ids(self.length, vocabulary(self.config, decoder=True), books)} if self._has_decoder() else {}
 
     # sounds
 

@@ -58,7 +58,7 @@ def predicted(
 def _sizes(example: Example) -> tuple[int, int, int]:
     """Rows, length of the sequence that decoding makes longer, length of an encoder's tokens."""
     sequence, tokens = example.get(DECODED, example.get(TOKENS)), example.get(TOKENS)
-    rows = len(next(iter(example.values()))) if sequence is None else len(sequence)
+    rows = len(next((x for x in (tokens, sequence) if x is not None), next(iter(example.values()))))  # a decoder may have several a row
     return rows, 0 if sequence is None else sequence.shape[1], 0 if tokens is None else tokens.shape[1]
 
 

@@ -68,14 +68,15 @@ class Questions:
 
 @dataclass(frozen=True)
 class Answers:
-    """`outputs` by name, `logits` (B, S, V) among them where there are any; `loss` a scalar, of `rows` rows of logits (None: not seen);
-    `decoded` (steps, V): the logits before each token of `tokens`."""
+    """`outputs` by name, `logits` (B, S, V) among them where there are any; `loss` a scalar, of `rows` rows of logits (None: not seen), or
+    the mean of `losses` of them (one a codebook); `decoded` (steps, V): the logits before each token of `tokens`."""
 
     outputs: dict[str, torch.Tensor]
     loss: torch.Tensor | None
     decoded: torch.Tensor
     tokens: tuple[int, ...]
     rows: int | None = None
+    losses: int = 1
 
 
 class _Rows(TorchFunctionMode):
@@ -124,6 +125,10 @@ def _labels(model: Any, inputs: Example) -> torch.Tensor | None:
     if ids is not None and model.get_output_embeddings() is not None:
         labels = ids.clone()
         labels[-1, : ids.shape[1] // 3] = IGNORED
+        rows = len(inputs.get(TOKENS, ids))
+        if len(ids) > rows:  # of several codebooks, which labels have side by side
+            labels = labels.reshape(rows, -1, ids.shape[1]).transpose(1, 2)
+            ids = ids.reshape(rows, -1, ids.shape[1]).transpose(1, 2)
         return labels.masked_fill(torch.isin(ids, torch.tensor(places(model.config), device=ids.device)), IGNORED)
     with torch.no_grad():
         logits = call(model, moved(inputs, next(model.parameters()).device, model)).get("logits")
@@ -177,7 +182,7 @@ def ask(
         loss = loss.detach()
     decoded, tokens = _decode(model, asked, follow, phase) if asked.steps else (torch.empty(0, 0), ())
     phase("")
-    return Answers(outputs, loss, decoded, tokens, next(iter(rows.found), None))
+    return Answers(outputs, loss, decoded, tokens, next(iter(rows.found), None), max(len(rows.found), 1))
 
 
 def _floating(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -222,7 +227,7 @@ def _decode(
             tokens.append(int(rows[-1].argmax()))
             if out.get(name) is None:
                 break  # an encoder: it has no cache, and nothing to decode
-            ids = asked.prompt[sequence].new_tensor([[tokens[-1] if follow is None else follow[step]]])
+            ids = asked.prompt[sequence].new_full((len(asked.prompt[sequence]), 1), tokens[-1] if follow is None else follow[step])
             inputs = {sequence: ids} | (asked.following[step] if asked.following else {})
             given |= {key: out[key] for key in out if key.endswith("_cache") and key in takes(model)}  # of an encoder that hears along
             given |= {name: out[name], **mask_after(asked.prompt, sequence, step + 1, out[name])}

@@ -22,9 +22,7 @@ DOTS3: dict[str, Any] = {
 }
 
 EMU3 = {"<image>": 100, "<|extra_200|>": 99, "<|visual token 000000|>": 98}
-MUSICGEN: dict[
-    str, Any
-] = {  # the class that checkpoints name; the auto class knows one for the decoder alone
+MUSICGEN: dict[str, Any] = {  # the class that checkpoints name; the auto class knows one for the decoder alone
     "audio_encoder.num_filters": 4,
     "audio_encoder.upsampling_ratios": [2, 2],
     "audio_encoder.codebook_size": 16,
@@ -190,10 +188,10 @@ REAL: dict[str, dict[str, Any]] = {
 
 BROKEN: dict[str, str] = {
     "gemma3n": "its picture tower comes from the packages timm and pillow, which are not installed here; its text model is gemma3n_text",
-    "gemma4_assistant": "the class's defaults are refused by its own check (hidden_size_per_layer_input must be 0); it drafts as the next one",
+    "gemma4_assistant": "its own check refuses the class's defaults (hidden_size_per_layer_input must be 0); it drafts as the next one",
     "gemma4_unified_assistant": "it drafts from the keys and values of another model, `shared_kv_states`, and refuses to run without them",
-    "llama4": "with or without a picture it reads `image_outputs` of its text model's output, which has none in transformers 5.24; the text "
-    "model is llama4_text",
+    "llama4": "with a picture or without, it reads `image_outputs` of its text model, and in transformers 5.24 there are none; its "
+    "text model is llama4_text",
     "reformer": "its backward pass asserts training mode, in which dropout makes each run another; colrow compares in eval mode",
 }
 """What does not run as a whole in transformers itself, so that there is nothing to compare a split with: why, in words. Counts only where

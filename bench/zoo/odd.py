@@ -171,6 +171,10 @@ REAL: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "musicgen": {"architectures": ["MusicgenForConditionalGeneration"]},
     "musicgen_melody": {"architectures": ["MusicgenMelodyForConditionalGeneration"]},
+    "nemo_speechlm": {  # the first layers of each part
+        "text_config.layers_block_type": ["linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention"],
+        **dict.fromkeys((f"{tower}.num_hidden_layers" for tower in NEMO_TOWERS[:2]), 8),
+    },
     "nemotron": {"num_key_value_heads": 8},
     "qwen3_asr": {"audio_config.output_dim": 2048},
     "qwen3_5": {"vision_config.out_hidden_size": 4096},

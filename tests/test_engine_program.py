@@ -79,6 +79,11 @@ def test_unequal_ranks() -> None:
     assert split(whole("qwen2"), 2, exact, (3.0, 1.0)) == [(True, True)] * 2
 
 
+def test_a_rank_without_heads_of_latents() -> None:
+    """Six heads on seven ranks: the last one keeps the latents all the same."""
+    assert split(whole("deepseek-v3"), 7, exact) == [(True, True)] * 7
+
+
 def test_a_rank_without_heads() -> None:
     model = whole("llama", hidden_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     assert split(model, 5, exact) == [(True, True)] * 5

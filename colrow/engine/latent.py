@@ -72,8 +72,8 @@ def find(entries: Iterable[Entry]) -> Found:
         elif isinstance(entry, Ran):
             known = [id(x) for x in leaves((entry.args, entry.kwargs), torch.Tensor) if id(x) in seen]
             if known and not _moved(entry, at, seen):
-                for x in known:
-                    at[x].escaped = True
+                for number in known:
+                    at[number].escaped = True
         elif isinstance(entry, Attended) and entry.layer is None and {id(entry.k), id(entry.v)} <= seen.keys():
             layer = at[id(entry.k)]
             latent = _matched(entry, layer, seen)
@@ -90,12 +90,8 @@ def _moved(op: Ran, at: dict[int, _Layer], seen: dict[int, torch.Tensor]) -> boo
     if op.name in ("mm", "linear"):
         given, weight, *more = op.args
         first, second = layer.sizes
-        if (
-            layer.weight is not None
-            or id(given) not in seen
-            or any(more)
-            or not torch.equal(seen[id(given)].flatten(), torch.arange(first))
-        ):
+        latent = id(given) in seen and torch.equal(seen[id(given)].flatten(), torch.arange(first))
+        if not latent or layer.weight is not None or any(x is not None for x in more):
             return False
         layer.weight = weight if op.name == "linear" else weight.t()
         results = [first + second + torch.arange(len(layer.weight)).view(op.outputs[0].shape)]
@@ -131,13 +127,13 @@ def _matched(entry: Attended, layer: _Layer, seen: dict[int, torch.Tensor]) -> L
     rotated = first + torch.arange(second)
     if layer.weight is None or made < 0 or not bool((keys[:, made:] == rotated).all()):
         return None
-    starts = []
+    starts: list[tuple[int, ...]] = []
     for rows in (keys[:, :made], values):
         begins = rows[:, :1]
         if not bool((rows == begins + torch.arange(rows.shape[1])).all()) or bool((rows < first + second).any()):
             return None
         starts.append(tuple((begins.flatten() - first - second).tolist()))
-    return Latent(layer.cached, layer.weight, *starts, made)
+    return Latent(layer.cached, layer.weight, starts[0], starts[1], made)
 
 
 def attend(made: Steps, entry: Attended, found: Latent, windows: tuple[int, ...]) -> None:
@@ -146,7 +142,7 @@ def attend(made: Steps, entry: Attended, found: Latent, windows: tuple[int, ...]
         raise NotRecorded("its keys are made by a result")
     cached, weight, heads = found.cached, found.weight.detach(), entry.q.shape[1]
     latent, rotated = cached.k.numel(), cached.v.numel()
-    q = made.contiguous(made.shadow(entry.q)).view(heads, -1)
+    q = made.contiguous(made.shadow(entry.q)).view(heads, entry.q.shape[3])
     whole, seen = torch.empty(heads, latent + rotated), torch.empty(heads, latent)
     by_keys = [weight[at : at + found.made].t() for at in found.keys]
     _each(made, whole[:, :latent], q[:, : found.made], by_keys)
@@ -154,7 +150,7 @@ def attend(made: Steps, entry: Attended, found: Latent, windows: tuple[int, ...]
     sources = (whole, *(made.contiguous(made.shadow(x)) for x in (cached.k, cached.v)))
     facts = (heads, 1, latent + rotated, latent, windows[cached.layer], latent, (0,) * heads, entry.scale, entry.softcap, entry.sinks)
     made.steps.append(Step(Op.ATTEND, [seen], sources, entry=Heads(cached.layer, *facts)))
-    out = made.new(entry.out).view(heads, -1)
+    out = made.new(entry.out).view(heads, entry.v.shape[3])
     _each(made, out, seen, [weight[at : at + out.shape[1]] for at in found.values])
 
 

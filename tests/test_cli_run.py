@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +200,36 @@ def test_a_conversation_on_one_rank(talker: str, capsys: pytest.CaptureFixture[s
 def test_a_conversation_on_two(talker: str) -> None:
     done = colrow("chat", talker, "--tp", "2", *CHAT, stdin=TYPED)
     assert (done.returncode, done.stdout) == (0, answers()), done.stderr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(ranks: str, talker: str, tmp_path: Path) -> None:
+    """Answers of a model that would go on for long."""
+    folder = shutil.copytree(talker, tmp_path / "talker")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1_000_000, "eos_token_id": None}))
+    (folder / "generation_config.json").unlink()
+    command = [sys.executable, "-m", "colrow", "chat", str(folder), "--tp", ranks, "--temperature", "2", "--dtype", "float32"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        _until_it_asks(process)
+        for _ in range(2):
+            process.stdin.write(b"Hi\n")
+            assert process.stdout.read(1)  # the first text
+            process.send_signal(signal.SIGINT)
+            _until_it_asks(process)
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def _until_it_asks(process: subprocess.Popen[bytes]) -> None:
+    assert process.stderr is not None
+    said = b""
+    while not said.endswith(b"> "):
+        assert (byte := process.stderr.read(1)), said
+        said += byte
 
 
 @pytest.mark.process

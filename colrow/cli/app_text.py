@@ -88,7 +88,7 @@ def chat(
     gate: Gate = True,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Talk with a model in the terminal. An empty line or Ctrl-D ends the conversation.
+    """Talk with a model in the terminal. Ctrl-C ends an answer, an empty line or Ctrl-D the conversation.
 
     Example: colrow chat demo --tp 2
     """

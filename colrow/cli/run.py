@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..comm.collectives import gather_objects
@@ -76,8 +77,10 @@ def open_chat(group: Group, opening: Opening) -> Iterator[Stage]:
     _open[:] = [_Conversation((yield from open_engine(group, opening, Stages(), "chat")))]
 
 
-def turn(group: Group, messages: Sequence[Message], wish: Wish) -> Iterator[str]:
-    """The answer to the conversation, piece by piece. What was computed for earlier turns is kept where the tokens are the same."""
+def turn(group: Group, messages: Sequence[Message], wish: Wish, enough: Path) -> Iterator[str]:
+    """The answer to the conversation, piece by piece, until a file `enough` is there. What was computed for earlier turns is kept where the
+    tokens are the same."""
     (kept,) = _open
-    for chunk in kept.engine.stream([messages], wish.sampling, wish.max_new_tokens, wish.stop, memory=kept.memory):
+    settings = (wish.sampling, wish.max_new_tokens, wish.stop)
+    for chunk in kept.engine.stream([messages], *settings, memory=kept.memory, until=enough.exists):
         yield chunk.texts[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from ..comm import launch
 from ..comm.child import bring
 from ..comm.ranks import Ranks
 from ..errors import UserError
-from .interrupt import ending_at_once
+from .interrupt import ending_at_once, said_by_a_file
 from .job import Account, OnRanks, Opening, Stage, Traced, Wish
 from .options import check_room, check_training_files
 from .screen import Screen, account_lines, note, say, write
@@ -73,17 +74,18 @@ def chat(ranks: int, backend: str, opening: Opening, system: str, wish: Wish) ->
     if launch.under_torchrun():
         raise UserError("a conversation needs a terminal, which torchrun does not give to its ranks", works="colrow chat MODEL --tp N")
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    with Screen() as screen, _ranks(ranks, backend, screen) as stream:
+    with Screen() as screen, _ranks(ranks, backend, screen) as stream, tempfile.TemporaryDirectory(prefix="colrow-chat-") as folder:
         for stage in stream(OnRanks("open_chat"), opening):
             screen.show(stage.name, stage.done, stage.total)
         screen.clear()
-        note("An empty line or Ctrl-D ends the conversation.")
+        note("Ctrl-C ends an answer, an empty line or Ctrl-D the conversation.")
         while text := _ask():
             messages.append({"role": "user", "content": text})
-            answer = ""
-            for piece in stream(OnRanks("turn"), messages, wish):
-                answer += piece
-                say(piece, end="")
+            answer, enough = "", Path(folder) / str(len(messages))
+            with said_by_a_file(enough):
+                for piece in stream(OnRanks("turn"), messages, wish, enough):
+                    answer += piece
+                    say(piece, end="")
             say()
             messages.append({"role": "assistant", "content": answer})
 

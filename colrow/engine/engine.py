@@ -10,7 +10,7 @@ text, and watches for stop strings. One engine serves one call at a time (servin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,11 @@ class Engine:
         stop: Sequence[str] = (),
         memory: Memory | None = None,
         raw: bool = False,
+        until: Callable[[], bool] = lambda: False,
     ) -> Iterator[Chunk]:
         """Chunks until every row has ended. A prompt is a text, a conversation (list of {"role", "content"}) or token ids; texts of models
-        with a chat template are put into it unless `raw`. UserError, on every rank, for prompts that cannot be used."""
+        with a chat template are put into it unless `raw`. `until`, asked on rank 0 after each token, ends all rows. UserError, on every
+        rank, for prompts that cannot be used."""
         self.clock = Clock()
 
         def request() -> tuple[list[list[int]], Sampling, Limits]:
@@ -71,9 +73,13 @@ class Engine:
 
         ids, chosen, limits = on_rank_0(request, self.group, "engine.request")
         rows = [RowText(self.tokenizer, stop, limits.eos) for _ in ids] if self.group.rank == 0 else None
-        watch = None if rows is None else lambda row, token: rows[row].push(token)
+
+        def watch(row: int, token: int) -> Finish | None:
+            assert rows is not None
+            return rows[row].push(token) or (Finish.STOP if until() else None)
+
         self.clock.begin(sum(map(len, ids)))
-        for step in generate(self.model, self.group, ids, chosen, limits, watch, memory, self.decoder):
+        for step in generate(self.model, self.group, ids, chosen, limits, watch if rows is not None else None, memory, self.decoder):
             self.clock.step(sum(token is not None for token in step.tokens), step.gathered)
             yield _chunk(step, rows)
 

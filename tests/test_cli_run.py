@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -225,11 +226,18 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(ranks: str, talker: str,
 
 
 def _until_it_asks(process: subprocess.Popen[bytes]) -> None:
+    """And what has been answered until then is read."""
+    assert process.stdout is not None
     assert process.stderr is not None
     said = b""
     while not said.endswith(b"> "):
-        assert (byte := process.stderr.read(1)), said
+        byte = process.stderr.read(1)
+        assert byte, said
         said += byte
+    os.set_blocking(process.stdout.fileno(), False)
+    while process.stdout.read(1 << 16):
+        pass
+    os.set_blocking(process.stdout.fileno(), True)
 
 
 @pytest.mark.process

@@ -66,6 +66,10 @@ def test_joined_pieces_give_the_bits_of_single_ones(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Forward, "__call__", watched)
     assert numbers(serve(single(), whole, at_once(requests), chunk=256, cache_tokens=4000, share=False)) == expected
     assert {80, 100, 128, 191, 256} <= set(seen), "pieces went together"
+    seen.clear()
+    others = [Request(at, tuple(draw.randrange(256) for _ in range(90)), max_new_tokens=1) for at in range(5)]
+    serve(single(), whole, at_once(others), chunk=256)
+    assert seen.count(90) == 5, "none is cut because a step has little room left"
     for script in (at_once, one_by_one):  # with beginnings that are there already
         assert numbers(serve(single(), whole, script(requests), chunk=256, cache_tokens=4000)) == expected
 

@@ -145,6 +145,8 @@ class Scheduler:
             at, prompt = sequence.cached, len(sequence.request.ids)
             if at >= prompt:
                 runs.append(self._run(sequence, at, at + 1))
+            if room < prompt - at <= self.chunk:
+                continue  # a short prompt waits for a step that has room for all of it: its pieces read weights once then
             while at < prompt:
                 end = min(next_cut(at, self.chunk), prompt)
                 size = end - at + (len(sequence.request.source) if at == 0 else 0)  # what an encoder reads, it reads at once

@@ -75,6 +75,14 @@ def test_scores_are_the_modules_in_other_families(family: str) -> None:
     assert split(whole(family), 2, exact) == [(True, True)] * 2
 
 
+@pytest.mark.parametrize("family", ["falcon-rw", "falcon-7b", "falcon-40b", "deepseek-v2", "deepseek-v3"])
+def test_scores_are_the_modules_under_the_attention_that_transformers_chooses(family: str) -> None:
+    """Falcon adds its positions' biases once under "sdpa", and twice under "eager"."""
+    model = tiny.whole(config(family), torch.float32, attention=None)
+    experts.choose(model)
+    assert split(model, 2, exact) == [(True, True)] * 2
+
+
 def test_unequal_ranks() -> None:
     assert split(whole("qwen2"), 2, exact, (3.0, 1.0)) == [(True, True)] * 2
 

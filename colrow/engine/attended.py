@@ -68,6 +68,8 @@ def follow(made: Steps, op: Ran, windows: tuple[int, ...]) -> bool:
     first = made.symbols.get(id(op.args[0])) if op.args else None
     if name in ("bmm", "baddbmm"):
         _multiplied(made, op, windows)
+    elif name.startswith("_scaled_dot_product") and len(of) == 2:
+        _fused(made, op, windows)
     elif len(of) > 1 or first is None:
         raise NotRecorded(f"its attention does {op.name} with its keys, values or scores")
     elif isinstance(first, _Held) and (name in _KEEP or op.is_view):
@@ -116,12 +118,35 @@ def _multiplied(made: Steps, op: Ran, windows: tuple[int, ...]) -> None:
     elif isinstance(a, _Scores) and a.done and op.name == "bmm" and a.cached is held.cached:
         if _kv_of(right, held.cached.values[0]) != a.kv_of:
             raise NotRecorded("its heads look at one head's keys and another's values")
-        new = (made.contiguous(made.shadow(x)) for x in (held.cached.k, held.cached.v))
-        layer, k, v = held.cached.layer, held.cached.k, held.cached.v
-        facts = (len(a.kv_of), k.shape[1], k.shape[3], v.shape[3], windows[layer], 0, a.kv_of, a.scale, 0.0, None, _slopes(a))
-        made.steps.append(Step(Op.ATTEND, [made.new(op.outputs[0])], (a.q, *new), entry=Heads(layer, *facts)))
+        _attend(made, op, a, windows)
     else:
         raise NotRecorded(f"its attention does {op.name} with its keys or values")
+
+
+def _fused(made: Steps, op: Ran, windows: tuple[int, ...]) -> None:
+    """torch's own attention, of one query."""
+    q, k, v = op.args[:3]
+    held, others, mask = made.symbols.get(id(k)), made.symbols.get(id(v)), op.kwargs.get("attn_mask")
+    if not isinstance(held, _Held) or not isinstance(others, _Held) or held.cached is not others.cached or not made.is_live(q):
+        raise NotRecorded(f"its attention does {op.name} with its keys or values")
+    settings = [*op.args[3:], *(x for key, x in op.kwargs.items() if key not in ("attn_mask", "scale"))]  # dropout, and a mask of its own
+    if any(settings) or (mask is not None and mask.dtype is torch.bool):
+        raise NotRecorded(f"its attention does {op.name} with a mask or dropout")
+    kv_of = _kv_of(k[0], held.cached.keys[0])
+    if _kv_of(v[0], held.cached.values[0]) != kv_of:
+        raise NotRecorded("its heads look at one head's keys and another's values")
+    scale, shape = op.kwargs.get("scale"), (1, len(kv_of), 1, k.shape[2])
+    bias = torch.zeros(shape) if mask is None else mask.expand(shape)
+    scores = _Scores(held.cached, made.contiguous(made.shadow(q)), kv_of, q.shape[3] ** -0.5 if scale is None else float(scale), bias)
+    _attend(made, op, scores, windows)
+
+
+def _attend(made: Steps, op: Ran, a: _Scores, windows: tuple[int, ...]) -> None:
+    """What scores and values give."""
+    layer, k, v = a.cached.layer, a.cached.k, a.cached.v
+    new = (made.contiguous(made.shadow(x)) for x in (k, v))
+    facts = (len(a.kv_of), k.shape[1], k.shape[3], v.shape[3], windows[layer], 0, a.kv_of, a.scale, 0.0, None, _slopes(a))
+    made.steps.append(Step(Op.ATTEND, [made.new(op.outputs[0])], (a.q, *new), entry=Heads(layer, *facts)))
 
 
 def _kv_of(seen: torch.Tensor, held: torch.Tensor) -> tuple[int, ...]:

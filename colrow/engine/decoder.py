@@ -73,10 +73,16 @@ class Decoder:
             return
         vocab = model.config.get_text_config().vocab_size
         tokens = [(7 * at + 3) % vocab for at in range(BEFORE + BESIDE)]
-        found, why = self._made(tokens)
-        if not self._all_agree(why):
-            return
+        for plain in (False, True) if recorded.has_own_attention(model) else (True,):
+            found, why = self._made(tokens, plain)
+            if self._all_agree(why) and self._compared(found, tokens):
+                self.program = found
+                return
+
+    def _compared(self, found: Program | None, tokens: list[int]) -> bool:
+        """Whether the program's scores are the modules' on every rank."""
         assert found is not None
+        self.difference = 0.0
         past = self._past(tokens[:BEFORE])
         slot = Slot(past)
         for token in tokens[BEFORE:]:
@@ -88,17 +94,16 @@ class Decoder:
             difference = max(difference, given_away) if difference == difference else difference
             self.difference = max(self.difference, difference) if difference == difference else float("inf")
         close = self.difference <= max(TOLERANCE[found.dtype], INT8_TOLERANCE if found.int8 else 0)
-        if self._all_agree("" if close else f"its program differs by {self.difference:.1e} of the largest score"):
-            self.program = found
+        return self._all_agree("" if close else f"its program differs by {self.difference:.1e} of the largest score")
 
-    def _made(self, tokens: list[int]) -> tuple[Program | None, str]:
+    def _made(self, tokens: list[int], plain: bool) -> tuple[Program | None, str]:
         """Of a model that takes no positions, it is not known how they come in: so its step must be the same one position later."""
         lengths = (BEFORE,) if self._forward.takes_positions else (BEFORE, BEFORE + 1)
         try:
             tapes = []
             for length in lengths:
                 past = self._past(tokens[:length])
-                tapes.append(recorded.record(self._forward.model, self._group, self._forward, past, tokens[length]))
+                tapes.append(recorded.record(self._forward.model, self._group, self._forward, past, tokens[length], plain))
             made = [compiled.compile(tape) for tape in tapes]
             if not all(compiled.same(made[0], other) for other in made[1:]):
                 raise NotRecorded("its code looks at the position")

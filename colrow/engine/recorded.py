@@ -61,20 +61,25 @@ class Recorder(TorchDispatchMode):
         return got
 
 
-def record(model: Any, group: Group, forward: Forward, past: Any, token: int) -> Tape:
-    """One step of the model on `token`, with the cache `past` of one row, which stays as it is. A collective of all ranks."""
+def has_own_attention(model: Any) -> bool:
+    return not getattr(model, "_supports_attention_backend", True)
+
+
+def record(model: Any, group: Group, forward: Forward, past: Any, token: int, plain: bool = True) -> Tape:
+    """One step of the model on `token`, with the cache `past` of one row, which stays as it is. A collective of all ranks. `plain`: of a
+    model's own attention code, the plainest that it has."""
     layers = getattr(past, "layers", None)
     if type(past) is not DynamicCache or not layers or any(type(x) not in (DynamicLayer, DynamicSlidingWindowLayer) for x in layers):
         raise NotRecorded("its cache is not one of keys and values")
     if getattr(model.config.get_text_config(), "attention_chunk_size", None):
         raise NotRecorded("its attention sees chunks")
-    own = not getattr(model, "_supports_attention_backend", True)
+    own = has_own_attention(model)
     if not forward.takes_positions and not own:
         raise NotRecorded("it takes no positions")
     recorder = Recorder(past, own)
     ids, positions = torch.tensor([[token]]), torch.tensor([[past.get_seq_length()]])
     with ExitStack() as stack:
-        stack.enter_context(standins.installed(model, own))
+        stack.enter_context(standins.installed(model, ("eager" if plain else "") if own else standins.RECORDS))
         stack.enter_context(_replaced(past, "update", recorder.update))
         stack.enter_context(_replaced(group.counters, "watch", recorder.add))
         stack.enter_context(_replaced(standins.active, "recorder", recorder))

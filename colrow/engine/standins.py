@@ -1,8 +1,8 @@
 """Stand-ins: what takes the place of a model's attention and experts while one of its steps is recorded (recorded.py).
 
-Attention modules that go through transformers' AttentionInterface find a function that notes what it is given. Those that do not run the
-plainest code they have ("eager"), which attended.py makes out. Experts run as products of the matrices that the router picked: one op that
-picks them, which here picks a view of the first one, so that nothing is copied.
+Attention modules that go through transformers' AttentionInterface find a function that notes what it is given. Those that do not run code
+of their own, which attended.py makes out: first as they are, then the plainest that they have ("eager"). Experts run as products of the
+matrices that the router picked: one op that picks them, which here picks a view of the first one, so that nothing is copied.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ active = threading.local()
 
 
 @contextmanager
-def installed(model: Any, own: bool) -> Iterator[None]:
-    """All modules look up the recorder's functions, whatever their config (a private one too) names. `own`: but for attention."""
+def installed(model: Any, attention: str) -> Iterator[None]:
+    """All modules look up the recorder's functions, whatever their config (a private one too) names; `attention`: which one for that, ""
+    for the one that they have."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    wanted = dict(zip(_CHOICES, ("eager" if own else RECORDS, "batched_mm"), strict=True))
-    before = [(c, name, value) for c in configs.values() for name in _CHOICES if (value := getattr(c, name, None)) is not None]
+    wanted = {name: value for name, value in zip(_CHOICES, (attention, "batched_mm"), strict=True) if value}
+    before = [(c, name, value) for c in configs.values() for name in wanted if (value := getattr(c, name, None)) is not None]
     for config, name, _ in before:
         setattr(config, name, wanted[name])
     try:

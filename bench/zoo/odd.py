@@ -191,7 +191,8 @@ REAL: dict[str, dict[str, Any]] = {
 """What a config class leaves open, or sets so that its parts do not fit together, at the sizes of published models."""
 
 BROKEN: dict[str, str] = {
-    "gemma3n": "its picture tower comes from the packages timm and pillow, which are not installed here; its text model is gemma3n_text",
+    "gemma3n": "its picture tower is timm's, for which transformers asks for pillow and timm (and timm for torchvision): not installed "
+    "where this page is made; its text model is gemma3n_text",
     "gemma4_assistant": "its own check refuses the class's defaults (hidden_size_per_layer_input must be 0); it drafts as the next one",
     "gemma4_unified_assistant": "it drafts from the keys and values of another model, `shared_kv_states`, and refuses to run without them",
     "llama4": "with a picture or without, it reads `image_outputs` of its text model, and in transformers 5.24 there are none; its "

@@ -218,7 +218,7 @@ def _decode(
     with torch.no_grad():
         for step in range(asked.steps):
             phase("decode_prompt" if step == 0 else "decode")
-            if step == 0 and sequence == DECODED:
+            if step == 0 and sequence == DECODED and "encoder_outputs" in takes(model):  # else the encoder's states go in front, once
                 mask = mask_after(asked.prompt, sequence, 0, None)
                 inputs = {sequence: asked.prompt[sequence]}
                 given = {"encoder_outputs": encoded(model, asked.prompt | mask), **mask}

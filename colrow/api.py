@@ -132,6 +132,8 @@ def open_engine(model: str | ModelFiles, group: Group, purpose: str = "the engin
             stages.results["int8"] = str(quantize_layers(part))
     part.generation_config = _generation_config(files) or part.generation_config
     engine = Engine(part, group, made[0] if made else None)
+    if engine.rules.warning:
+        stages.results["warnings"] = (*stages.results["warnings"], engine.rules.warning)
     with stages("program"):
         engine.decoder.prepare()
     stages.results["decoding"] = "; ".join([engine.decoder.steps, *([stages.results["int8"]] if int8 else [])])

@@ -60,7 +60,7 @@ def test_every_rank_gets_the_token_of_the_gathered_logits(cut: Partition | None,
     for step in range(6):
         whole = logits_at(step, flat)
         marks = torch.stack([torch.isin(torch.arange(VOCAB), torch.tensor(ids)) for ids in ([3, 7], [300])])
-        whole = penalize(whole, marks, sampling.repetition_penalty)
+        whole = penalize(whole, marks, sampling.penalty)
         expected.append([choose(line, sampling, row, step) for row, line in enumerate(whole)])
     alone, counted_alone = run(single(), None, sampling, flat)
     assert alone == expected

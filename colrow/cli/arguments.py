@@ -24,6 +24,13 @@ Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")]
 TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that have this probability together.")]
 MinP = Annotated[float, typer.Option(help="Draw from tokens with at least this share of the likeliest one's probability.")]
-Penalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1: tokens that occurred are less likely.")]
+Penalty = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        help="Above 1: tokens that occurred are less likely. [default: the generation config's, else 1]",
+        show_default=False,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text, at any --tp.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End before this text appears. May be given several times.")]

@@ -17,6 +17,7 @@ Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Batch:
     def __init__(self, engine: Engine, cache_tokens: int, fast: bool = False, **options: Any) -> None:
         self.group: Group = engine.group
         self._model = engine.model
-        self._forward, self._mixed = Forward(engine.model), Mixed(engine.group, vocabulary(engine.model))
+        self._forward, self._mixed = Forward(engine.model), Mixed(engine.group, vocabulary(engine.model), engine.rules)
         self._held: dict[int, Held] = {}
         self._blocks = Blocks()
         engine.decoder.prepare()
@@ -60,6 +61,7 @@ class Batch:
 
     def add(self, request: Request) -> None:
         """Rank 0: the request takes part from the next step on, or waits for room."""
+        request = replace(request, sampling=self._mixed.rules.sampling(request.sampling))
         self._on_rank_0.add(taken_apart(self._model, request) if request.ids else request)
 
     def abort(self, id: int) -> None:
@@ -168,7 +170,7 @@ class Batch:
 
     def _tokens(self, id: int, request: Request) -> Sequence[int]:
         """All tokens of a sequence so far, where rank 0 needs them."""
-        return self._on_rank_0.running[id].tokens if self.group.rank == 0 and request.needs_logits else ()
+        return self._on_rank_0.running[id].tokens if self.group.rank == 0 and self._mixed.gathers(request) else ()
 
     @property
     def _on_rank_0(self) -> Scheduler:

@@ -22,6 +22,7 @@ from .account import Clock
 from .decoder import Decoder
 from .generate import Memory, Step, generate
 from .prompts import Prompt, check_list, encode
+from .rules import rules_of
 from .settings import Sampling
 from .stopping import Finish, Limits, StopText, context_limit, eos_ids
 from .text import TextStream
@@ -43,7 +44,9 @@ class Engine:
     def __init__(self, model: Any, group: Group, tokenizer: Any = None, generation_config: Any = None, program: bool = True) -> None:
         self.model, self.group, self.tokenizer = model, group, tokenizer
         prompt_attention.install(model)
-        self.eos = eos_ids(generation_config or getattr(model, "generation_config", None), model.config, tokenizer)
+        config = generation_config or getattr(model, "generation_config", None)
+        self.eos = eos_ids(config, model.config, tokenizer)
+        self.rules = rules_of(config, self.eos)
         self.context = context_limit(model.config)
         self.decoder = Decoder(model, group, program)
         self.clock = Clock()
@@ -69,7 +72,7 @@ class Engine:
             limits = Limits(max_new_tokens, self.eos, self.context)
             limits.check_prompts(ids)
             StopText(stop)  # refuses what cannot be a stop string
-            return ids, sampling or Sampling(), limits
+            return ids, self.rules.sampling(sampling or Sampling()), limits
 
         ids, chosen, limits = on_rank_0(request, self.group, "engine.request")
         rows = [RowText(self.tokenizer, stop, limits.eos) for _ in ids] if self.group.rank == 0 else None
@@ -79,7 +82,8 @@ class Engine:
             return rows[row].push(token) or (Finish.STOP if until() else None)
 
         self.clock.begin(sum(map(len, ids)))
-        for step in generate(self.model, self.group, ids, chosen, limits, watch if rows is not None else None, memory, self.decoder):
+        watching = watch if rows is not None else None
+        for step in generate(self.model, self.group, ids, chosen, limits, watching, memory, self.decoder, self.rules):
             self.clock.step(sum(token is not None for token in step.tokens), step.gathered)
             yield _chunk(step, rows)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -18,6 +19,7 @@ from ..errors import RankError
 from ..partition import Partition
 from .candidates import OFFER_HEAD, check, decide, offer, tables, width, winners
 from .columns import LOGITS, columns, gathered
+from .rules import Place, Rules
 from .sampling import choose, penalize
 from .settings import Sampling
 from .stopping import Finish
@@ -55,10 +57,12 @@ class Agreed:
 
 class Exchange:
     """One for each `generate` call. `cut` is the vocabulary's partition over the ranks; None: every rank has all logits, and rank 0's
-    count."""
+    count. With `rules` every step asks for the full logits; `most`: new tokens that a row may have, None for no limit."""
 
-    def __init__(self, group: Group, cut: Partition | None, sampling: Sampling) -> None:
-        self.group, self.sampling = group, sampling
+    def __init__(
+        self, group: Group, cut: Partition | None, sampling: Sampling, rules: Rules | None = None, most: int | None = None
+    ) -> None:
+        self.group, self.sampling, self._rules, self._most = group, sampling, Rules() if rules is None else rules, most
         self._cut = cut
         self._ids: list[torch.Tensor] = []  # of every rank's columns
 
@@ -74,14 +78,16 @@ class Exchange:
         offers = all_gather(offers, self.group, CANDIDATES, 0, [len(offers)] * self.group.size)
         check(offers, self.group.size)
         found: list[int | None] = [None] * len(logits)
-        if self.group.rank == 0:
+        if self.group.rank == 0 and not self._rules:
             found = list(self._chosen(offers, number))
         agreed = self._tell(found, number, ends)
         if agreed is not None:
             return agreed
         whole = gathered(logits, self._ids, self.group)
         if self.group.rank == 0:
-            found = [choose(line, self.sampling, row, number) for row, line in enumerate(whole)]
+            place = partial(Place, last=self._most is not None and number + 1 >= self._most)
+            ruled = [self._rules(line, ids, place(len(ids) - number)) for line, ids in zip(whole, seen, strict=True)]
+            found = [choose(line, self.sampling, row, number) for row, line in enumerate(ruled)]
         agreed = self._tell(found, number, ends)
         assert agreed is not None
         return replace(agreed, gathered=True)
@@ -107,8 +113,8 @@ class Exchange:
         return None if code == _WIDEN else Agreed(rest[:rows], [Finish(reason) if reason else None for reason in rest[rows:]])
 
     def _penalized(self, logits: torch.Tensor, seen: Sequence[Sequence[int]]) -> torch.Tensor:
-        if self.sampling.repetition_penalty == 1:
+        if self.sampling.penalty == 1:
             return logits
         mine = self._ids[self.group.rank]
         marks = torch.stack([torch.isin(mine, torch.tensor(list(row))) for row in seen])
-        return penalize(logits, marks, self.sampling.repetition_penalty)
+        return penalize(logits, marks, self.sampling.penalty)

@@ -21,6 +21,7 @@ from ..comm.group import Group
 from .decoder import Decoder
 from .exchange import Exchange
 from .forward import Forward, left_pad, vocabulary
+from .rules import Rules
 from .settings import Sampling
 from .slots import Slot, as_cache
 from .stopping import Finish, Limits
@@ -70,9 +71,10 @@ def generate(
     watch: Watch | None = None,
     memory: Memory | None = None,
     decoder: Decoder | None = None,
+    rules: Rules | None = None,
 ) -> Iterator[Step]:
     """Yields a `Step` for every new token. `prompts`: token ids, of any lengths. The counters' phase is "prefill", then "decode".
-    With a `decoder` that has a program, new tokens go through that instead of the model's modules.
+    With a `decoder` that has a program, new tokens go through that instead of the model's modules. `rules`: of the model's own config.
 
     UserError for prompts that are empty or too long, before anything is computed; NonFiniteLogits on every rank where the model yields NaN.
     """
@@ -80,7 +82,7 @@ def generate(
     limits.check_prompts(prompts)
     if memory is not None and len(prompts) > 1:
         raise ValueError("a memory holds one row")
-    return _steps(model, group, prompts, sampling or Sampling(), limits, watch, memory, decoder)
+    return _steps(model, group, prompts, sampling or Sampling(), limits, watch, memory, decoder, rules)
 
 
 def _steps(
@@ -92,6 +94,7 @@ def _steps(
     watch: Watch | None,
     memory: Memory | None,
     decoder: Decoder | None,
+    rules: Rules | None,
 ) -> Iterator[Step]:
     if limits.max_new_tokens == 0:
         return
@@ -99,7 +102,7 @@ def _steps(
         decoder.prepare()
     program = decoder.program if decoder is not None else None
     slots: list[Slot] = []
-    forward, exchange = Forward(model), Exchange(group, vocabulary(model), sampling)
+    forward, exchange = Forward(model), Exchange(group, vocabulary(model), sampling, rules, limits.max_new_tokens)
     if model.config.is_encoder_decoder:  # the prompts are read once; what becomes longer is the decoder's own sequence
         forward = Translate(model, prompts, group.device)
         prompts, memory = forward.starts, None

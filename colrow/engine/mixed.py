@@ -19,6 +19,7 @@ from .candidates import NonFiniteLogits, check, decide, likeliest, offer, tables
 from .columns import columns, gathered
 from .exchange import CANDIDATES
 from .request import Request, TokenLogprob
+from .rules import Place, Rules
 from .sampling import choose, penalize
 from .scheduler import Chosen
 from .settings import Sampling
@@ -37,10 +38,10 @@ class Row:
 
 
 class Mixed:
-    """One for each engine. `cut`: the vocabulary's partition over the ranks, None where each has all of it."""
+    """One for each engine. `cut`: the vocabulary's partition over the ranks, None where each has all of it. `rules`: the model's own."""
 
-    def __init__(self, group: Group, cut: Partition | None) -> None:
-        self.group, self._cut = group, cut
+    def __init__(self, group: Group, cut: Partition | None, rules: Rules | None = None) -> None:
+        self.group, self._cut, self.rules = group, cut, Rules() if rules is None else rules
         self._ids: list[torch.Tensor] = []
 
     def choose(self, rows: Sequence[Row]) -> list[Chosen]:
@@ -49,15 +50,19 @@ class Mixed:
             return []
         self._know(rows[0].logits.shape[-1])
         found: dict[int, Chosen] = {}
-        short = [at for at, row in enumerate(rows) if not row.request.needs_logits]
-        wide = [at for at, row in enumerate(rows) if row.request.needs_logits]
+        short = [at for at, row in enumerate(rows) if not self.gathers(row.request)]
+        wide = [at for at, row in enumerate(rows) if self.gathers(row.request)]
         if short:
             wide += self._from_candidates(rows, short, found)
         if wide:
             whole = self.whole(torch.stack([rows[at].logits for at in wide]))
             if self.group.rank == 0:
-                found |= {at: from_logits(rows[at], line) for at, line in zip(wide, whole, strict=True)}
+                found |= {at: from_logits(rows[at], line, self.rules) for at, line in zip(wide, whole, strict=True)}
         return [found[at] for at in range(len(rows))] if self.group.rank == 0 else []
+
+    def gathers(self, request: Request) -> bool:
+        """Whether rank 0 needs the scores of the whole vocabulary, and the tokens so far, to choose the request's next token."""
+        return request.needs_logits or bool(self.rules)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """[rows, vocabulary] of this rank's [rows, columns]. A collective."""
@@ -120,30 +125,33 @@ def reaches(request: Request) -> bool:
     return request.sampling.single or request.sampling.top_k > 0
 
 
-def from_logits(row: Row, logits: torch.Tensor) -> Chosen:
-    """The choice from the whole vocabulary's 1-D `logits`. Order: repetition, presence and frequency penalty, bias, then the sampling."""
+def from_logits(row: Row, logits: torch.Tensor, rules: Rules) -> Chosen:
+    """The choice from the whole vocabulary's 1-D `logits`. Order: repetition, presence and frequency penalty, bias, the model's rules, then
+    the sampling."""
     if bool((torch.isnan(logits) | (logits == float("inf"))).any()) or bool((logits == float("-inf")).all()):
         return Chosen(error=NOT_FINITE)
-    token = choose(changed(row, logits), row.request.sampling, 0, row.number)
+    token = choose(changed(row, logits, rules), row.request.sampling, 0, row.number)
     if row.request.logprobs is None:
         return Chosen(token)
     return Chosen(token, logprobs(logits[None], [token], row.request.logprobs)[0])
 
 
-def changed(row: Row, logits: torch.Tensor) -> torch.Tensor:
-    """`logits` with the request's penalties and biases. Presence and frequency count the new tokens only, repetition the prompt too."""
+def changed(row: Row, logits: torch.Tensor, rules: Rules) -> torch.Tensor:
+    """`logits` with the request's penalties and biases, then by the model's `rules`. Presence and frequency count the new tokens only,
+    repetition the prompt too."""
     request, logits = row.request, logits.double()
-    if request.sampling.repetition_penalty != 1:
+    if request.sampling.penalty != 1:
         seen = torch.zeros(len(logits), dtype=torch.bool)
         seen[torch.tensor(sorted(set(row.tokens)))] = True
-        logits = penalize(logits, seen, request.sampling.repetition_penalty)
+        logits = penalize(logits, seen, request.sampling.penalty)
     new = row.tokens[len(row.tokens) - row.number :]
     if new and (request.presence_penalty or request.frequency_penalty):
         counts = torch.bincount(torch.tensor(list(new)), minlength=len(logits)).double()
         logits = logits - request.frequency_penalty * counts - request.presence_penalty * (counts > 0)
     for token, bias in request.logit_bias:
         logits[token] = logits[token] + bias
-    return logits
+    last = row.number + 1 >= request.max_new_tokens and not request.ignore_eos
+    return rules(logits, row.tokens, Place(len(row.tokens) - row.number, last)) if rules else logits
 
 
 def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:

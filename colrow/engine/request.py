@@ -43,7 +43,7 @@ class Request:
     @property
     def needs_logits(self) -> bool:
         """Whether rank 0 must see the scores of the whole vocabulary to choose a token or to tell its probability."""
-        changed = self.sampling.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+        changed = self.sampling.penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias
         return bool(changed) or self.logprobs is not None
 
     @property

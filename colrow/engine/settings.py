@@ -30,6 +30,7 @@ class Sampling:
     """How tokens are chosen. `temperature` 0 is greedy, and then the seed, top-k, top-p and min-p have no meaning.
 
     `top_k` 0, `top_p` 1 and `min_p` 0 mean: no such limit. Among equal scores top-k keeps the lowest ids, so exactly k tokens stay.
+    `repetition_penalty` None is the one of the model's generation config, 1 is none.
     Raises UserError for values out of range.
     """
 
@@ -37,7 +38,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -49,8 +50,13 @@ class Sampling:
             raise UserError("top-p must lie in (0, 1]", self.top_p, "--top-p 0.9")
         if not 0 <= self.min_p <= 1:
             raise UserError("min-p must lie in [0, 1]", self.min_p, "--min-p 0.05")
-        if not (self.repetition_penalty > 0 and math.isfinite(self.repetition_penalty)):
+        if not (self.penalty > 0 and math.isfinite(self.penalty)):
             raise UserError("repetition penalty must be above 0", self.repetition_penalty, "--repetition-penalty 1.1, or 1 for none")
+
+    @property
+    def penalty(self) -> float:
+        """The repetition penalty as a number; 1 is none."""
+        return 1.0 if self.repetition_penalty is None else self.repetition_penalty
 
     @property
     def greedy(self) -> bool:

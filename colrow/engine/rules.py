@@ -1,0 +1,101 @@
+"""Rules: what a model's own generation config asks of its text, beside temperature and the like: no n-gram twice, words never said, a last
+token forced upon a text that is cut off.
+
+transformers' `generate` obeys these in greedy search too, so the same tokens need them here. Each is transformers' own processor, run on
+rank 0 on one row's scores of the whole vocabulary, which the ranks gather for such models. A repetition penalty alone needs no gathering:
+it becomes the request's (`sampling`). Not here: temperature, top-k and top-p of a generation config, which a request must ask for, and
+searches along several sequences (`ignored` names them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import generation
+
+from .settings import Sampling
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a row stands: its sequence begins with `begin` given tokens, and `last` says whether its limit allows one more token only."""
+
+    begin: int
+    last: bool
+
+
+_Make = Callable[[Any, torch.Tensor, Place], Any]  # (the setting, end tokens, place) -> a processor
+_RULES: dict[str, tuple[Any, _Make]] = {
+    "sequence_bias": (None, lambda given, eos, place: generation.SequenceBiasLogitsProcessor(given)),
+    "no_repeat_ngram_size": (0, lambda given, eos, place: generation.NoRepeatNGramLogitsProcessor(given)),
+    "bad_words_ids": (None, lambda given, eos, place: generation.NoBadWordsLogitsProcessor(given, eos)),
+    "min_length": (0, lambda given, eos, place: generation.MinLengthLogitsProcessor(given, eos)),
+    "min_new_tokens": (0, lambda given, eos, place: generation.MinNewTokensLengthLogitsProcessor(place.begin, given, eos)),
+    "suppress_tokens": (None, lambda given, eos, place: generation.SuppressTokensLogitsProcessor(given)),
+    "begin_suppress_tokens": (None, lambda given, eos, place: generation.SuppressTokensAtBeginLogitsProcessor(given, place.begin)),
+}
+"""By the setting's name: the value that asks for nothing, and the processor; in the order in which transformers applies them."""
+
+_IGNORED = {
+    "num_beams": 1,
+    "guidance_scale": 1,
+    "encoder_repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+}
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of one model: `wanted` by name, the end tokens, and the one that is forced upon a text at its limit."""
+
+    wanted: tuple[tuple[str, Any], ...] = ()
+    eos: tuple[int, ...] = ()
+    forced: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0
+    ignored: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether there is one that needs the scores of the whole vocabulary."""
+        return bool(self.wanted or self.forced)
+
+    def sampling(self, asked: Sampling) -> Sampling:
+        """The request's own settings, with the model's repetition penalty where it names none."""
+        return asked if asked.repetition_penalty is not None else replace(asked, repetition_penalty=self.repetition_penalty)
+
+    def __call__(self, scores: torch.Tensor, tokens: Sequence[int], place: Place) -> torch.Tensor:
+        """`scores` [vocabulary] of what comes after `tokens` (given ones included), as the rules leave them."""
+        eos, ids, line = torch.tensor(self.eos), torch.tensor([list(tokens)]), scores[None].clone()
+        for name, given in self.wanted:
+            line = _RULES[name][1](given, eos, place)(ids, line)
+        if self.forced and place.last:
+            line = generation.ForcedEOSTokenLogitsProcessor(ids.shape[1] + 1, list(self.forced))(ids, line)
+        return line[0]
+
+    @property
+    def warning(self) -> str:
+        """A sentence about what is not obeyed; "" where that is nothing."""
+        listed = ", ".join(self.ignored)
+        return f"generation_config.json asks for {listed}, which colrow does not do: tokens are chosen along one sequence" if listed else ""
+
+
+def rules_of(config: Any, eos: frozenset[int]) -> Rules:
+    """Those of a model's generation `config`, which ends at the tokens `eos`; none for None."""
+
+    def asked(name: str, nothing: Any) -> Any:
+        value = getattr(config, name, None)
+        return None if value in (None, nothing, []) else value
+
+    ends = {"bad_words_ids", "min_length", "min_new_tokens"}  # these need to know the end tokens; without one they say nothing
+    wanted = [(name, asked(name, nothing)) for name, (nothing, _) in _RULES.items() if eos or name not in ends]
+    forced = asked("forced_eos_token_id", None)
+    return Rules(
+        tuple((name, value) for name, value in wanted if value is not None),
+        tuple(sorted(eos)),
+        () if forced is None else tuple([forced] if isinstance(forced, int) else forced),
+        asked("repetition_penalty", None) or 1.0,
+        tuple(f"{name}={value}" for name, nothing in _IGNORED.items() if (value := asked(name, nothing)) is not None),
+    )

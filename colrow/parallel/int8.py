@@ -1,8 +1,10 @@
 """Int8: the weights of linear layers as whole numbers of 8 bits, with one scale for each 64 neighbours in a row. For inference alone.
 
-Decoding reads a bit more than half the bytes of bfloat16. Programs multiply by the numbers as they are (kernels/product.h); the modules,
-which read prompts, see a `weight` that is made anew each time it is asked for. Activations, norms, biases, embeddings and the cache keep
-their dtype. A rank quantizes its own slice: groups begin at its first input feature, so different numbers of ranks round differently. The
+Decoding reads a bit more than half the bytes of bfloat16. Programs multiply by the numbers as they are (kernels/int8.h), for which a column
+is rounded to 16 bits of each group's largest; the modules, which read prompts, see a `weight` that is made anew each time it is asked for.
+Activations, norms, biases, embeddings and the cache keep their dtype.
+
+A rank quantizes its own slice: groups begin at its first input feature, so different numbers of ranks round differently. The
 model is loaded in its own dtype first, so that is what a rank must have room for.
 
 Not here: calibration with data, int8 arithmetic on activations, reading files that are quantized already.

@@ -65,7 +65,7 @@ def match(
         elif name not in optional:
             missing.append(name)
     if missing:
-        _refuse_missing(missing, source)
+        refuse_missing(missing, source)
     for name, key in keys.items():
         _check(name, key, shapes[name], source)
     return Matched(source, keys, {n: c for n, c in copies.items() if c}, _warn_unused(model, renamed.strangers, source))
@@ -127,7 +127,8 @@ def _check(name: str, key: str, shape: Shape, source: Source) -> None:
         raise UserError(f"{info.file} holds {key} as whole numbers", info.stored, "weights in F32, F16 or BF16")
 
 
-def _refuse_missing(missing: list[str], source: Source) -> None:
+def refuse_missing(missing: list[str], source: Source) -> None:
+    """UserError about parameters that no tensor of the files is for."""
     hidden = next((n for n in missing if n in source.unlisted), None)
     listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     folder = next(iter(source.tensors.values())).file.parent

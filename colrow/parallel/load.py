@@ -3,7 +3,8 @@
 `from_source` fills a split model on the meta device from the files of a checkpoint; `from_whole` from the tensors of a whole model. Both
 need only the model's parameters, `model.colrow.plan` and `model.colrow.group.rank`. Peak memory is the shard and one tensor: each parameter
 is allocated, read and done with. Buffers that are not in the files (rotary frequencies) are computed as transformers does after its own
-loading. Not here: which tensor belongs to which parameter (checkpoint/names.py), where its bytes lie (checkpoint/source.py).
+loading, and so are parameters that files leave out since the model computes them (initial.py). Not here: which tensor belongs to which
+parameter (checkpoint/names.py), where its bytes lie (checkpoint/source.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..checkpoint.source import Source
 from ..errors import UserError
 from ..planning.models import BUILDING
 from ..planning.plan import BufferPlan, Plan, TensorPlan
+from . import initial
 
 Progress = Callable[[str, int, int], None]  # (parameter, elements done, elements in all)
 _Buffers = dict[tuple[nn.Module, str], torch.Tensor]  # by module and name in it
@@ -46,9 +48,16 @@ def from_source(
     cuts = {b.name: b for b in plan.buffers}
     shapes |= {name: cuts[name].shape if name in cuts else tuple(buffer.shape) for name, buffer in buffers.items()}
     aliases = {name: entry.aliases for name, entry in plan.tensors.items()}
-    matched = names.match(model, source, shapes, aliases, optional=buffers)
+    spare = initial.left_out(model, plan.tensors)
+    matched = names.match(model, source, shapes, aliases, optional=[*buffers, *spare])
+    missing = [name for name in spare if name not in matched.keys]
+    made = initial.computed(model.config, missing)
+    if lost := [name for name in missing if name not in made]:
+        names.refuse_missing(lost, source)
 
     def piece(entry: TensorPlan, wanted: torch.dtype) -> torch.Tensor:
+        if entry.name in made:
+            return entry.partition.split(made[entry.name], rank).to(wanted, copy=True)
         dim, ranges = entry.partition.dim, () if entry.partition.is_whole else entry.partition.pieces[rank]
         value = matched.source.read(matched.keys[entry.name], dim, ranges, wanted)
         for key in matched.copies.get(entry.name, ()):

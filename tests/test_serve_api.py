@@ -255,6 +255,15 @@ WRONG = {
     "logit_bias": ({"prompt": "a", "logit_bias": {"999": 1}}, 400, "logit_bias"),
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix"),
     "best_of": ({"prompt": "a", "best_of": 3}, 400, "best_of"),
+    "true as an id": ({"prompt": [True]}, 400, "prompt"),
+    "true among ids": ({"prompt": [[65], [65, True]]}, 400, "prompt"),
+    **{
+        f"{name} true": ({"prompt": "a", name: True}, 400, f"{name}: true and false")
+        for name in ("n", "max_tokens", "logprobs", "best_of", "seed", "top_k", "temperature", "top_p", "min_p", "repetition_penalty")
+    },
+    "presence_penalty false": ({"prompt": "a", "presence_penalty": False}, 400, "presence_penalty"),
+    "frequency_penalty false": ({"prompt": "a", "frequency_penalty": False}, 400, "frequency_penalty"),
+    "logit_bias true": ({"prompt": "a", "logit_bias": {"65": True}}, 400, "logit_bias"),
 }
 
 
@@ -277,6 +286,12 @@ def test_wrong_messages(messages: Any, server: Served) -> None:
     status, answer = server.ask("/v1/chat/completions", {"messages": messages})
     assert status == 400
     assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "top_logprobs", "n"])
+def test_true_is_no_number_in_a_chat(name: str, server: Served) -> None:
+    status, answer = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], name: True})
+    assert (status, answer["error"]["param"]) == (400, name)
 
 
 def test_half_a_character_in_a_message(server: Served) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, ValidationError
+from pydantic_core import PydanticCustomError
 
 from ..engine.prompts import check_text, encode, has_template
 from ..engine.request import Request
@@ -29,24 +30,35 @@ class Refused(Exception):
         self.kind = kind or ("invalid_request_error" if status < 500 else "server_error")
 
 
+def _no_bool(value: Any) -> Any:
+    """`value`, unless it is true or false, which are numbers to Python and none to the API."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("number", "true and false are no numbers")
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Float = Annotated[float, BeforeValidator(_no_bool)]
+
+
 class _Body(BaseModel):
     """What chat and plain completions share. `extra` fields are looked at by `_refuse_unsupported`."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: Int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
+    temperature: Float | None = None
+    top_p: Float | None = None
+    top_k: Int | None = None
+    min_p: Float | None = None
+    repetition_penalty: Float | None = None
+    presence_penalty: Float | None = None
+    frequency_penalty: Float | None = None
+    logit_bias: dict[int, Float] | None = None
+    seed: Int | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = False
 
@@ -57,18 +69,18 @@ class _Body(BaseModel):
 
 class ChatBody(_Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=0)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    max_tokens: Int | None = Field(None, ge=0)
+    max_completion_tokens: Int | None = Field(None, ge=0)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
 class TextBody(_Body):
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=0)
+    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
+    max_tokens: Int | None = Field(16, ge=0)
     echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    best_of: int | None = None
+    logprobs: Int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: Int | None = None
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, and the values that ask for nothing

@@ -210,11 +210,24 @@ def computes(g: Group) -> None:
         torch.ones(400, 400) @ torch.ones(400, 400)
 
 
+def minds() -> None:
+    """A parent that has something else to do on SIGTERM and SIGINT than to end. Prints when it begins and what came out; then waits for the
+    end of its input."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    print("starts", flush=True)
+    totals = [about["total"] for about in launch.run(about, 2)]
+    print(totals, not multiprocessing.active_children(), flush=True)
+    sys.stdin.read()
+
+
 def main() -> int:
     program, backend = sys.argv[1:]
     try:
         if program == "join":
             print([about["total"] for about in launch.run(about, 2, backend=backend)], flush=True)
+        elif program == "minds":
+            minds()
         else:
             launch.spawn(globals()[program], 2, backend=backend)
     except KeyboardInterrupt:

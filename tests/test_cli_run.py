@@ -253,17 +253,21 @@ def test_a_mistake_found_by_the_ranks_is_one_line(model: str, tmp_path: Path) ->
 
 
 @pytest.mark.process
-def test_ctrl_c_while_text_appears_ends_everything(model: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "colrow: interrupted\n"), (signal.SIGTERM, -signal.SIGTERM, "colrow: terminated\n")],
+    ids=["Ctrl-C", "SIGTERM"],
+)
+def test_a_signal_to_all_while_text_appears_ends_everything(number: signal.Signals, code: int, line: str, model: str) -> None:
     command = [sys.executable, "-m", "colrow", "run", model, "-p", "Hello", "--tp", "2", "--temperature", "2"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.read(1)  # the first text
         ranks = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
+        os.killpg(process.pid, number)
         process.wait(20)
         err = process.stderr.read() if process.stderr else ""
-    assert process.returncode == 130
-    assert err.splitlines()[-1] == "colrow: interrupted"
+    assert (process.returncode, err) == (code, line)
     until = time.monotonic() + 5
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks) and time.monotonic() < until:
         time.sleep(0.05)

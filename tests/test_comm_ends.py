@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -138,6 +139,7 @@ class Program:
         ("waits", "gloo", "all", signal.SIGINT, 130, "interrupted\n"),
         ("waits", "auto", "parent", signal.SIGINT, 130, "interrupted\n"),
         ("waits", "gloo", "parent", signal.SIGTERM, -signal.SIGTERM, ""),
+        ("waits", "gloo", "all", signal.SIGTERM, -signal.SIGTERM, ""),
         ("waits", "auto", "parent", signal.SIGKILL, -signal.SIGKILL, ""),
         ("computes", "gloo", "all", signal.SIGINT, 130, "interrupted\n"),
         ("computes", "gloo", "parent", signal.SIGKILL, -signal.SIGKILL, ""),
@@ -152,6 +154,37 @@ def test_signals_end_everything(program: str, backend: str, whom: str, number: s
     assert all_gone(everybody)
     assert (found, printed) == (code, text)
     assert seconds < SECONDS
+
+
+@pytest.mark.process
+def test_ranks_leave_signals_for_all_to_their_parent() -> None:
+    """From the first moment of each: the whole group gets SIGTERM and SIGINT again and again while ranks start and work."""
+    command = [sys.executable, "-m", "tests.comm_ranks", "minds", "auto"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, env=environment(), start_new_session=True, text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "starts\n"
+        while not select.select([process.stdout], [], [], 0.02)[0]:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.killpg(process.pid, number)
+        assert process.stdout.readline() == "[3.0, 3.0] True\n"
+        assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("spawned", [False, True])
+def test_a_rank_that_gets_sigterm_goes_on_until_its_parent_ends_it(spawned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "starts_a_thread.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Ranks(2, imports=("starts_a_thread",) if spawned else ()) as ranks:
+        found = ranks.run(comm_ranks.about)
+        for pid in [*ranks_left(), *(f["pid"] for f in found)]:
+            os.kill(pid, signal.SIGTERM)
+        items = ranks.stream(comm_ranks.steps, (10**9,))
+        assert next(items) == (0, 0)
+        items.close()  # type: ignore[attr-defined]
+        assert not ranks_left()
+        assert all_gone([f["pid"] for f in found])
 
 
 @pytest.mark.process

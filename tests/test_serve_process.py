@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -26,6 +27,7 @@ import torch
 
 from colrow.__main__ import main
 from colrow.planning.models import build
+from colrow.serve.server import AT_ONCE
 from tests import tiny
 from tests.families import FAMILIES
 from tests.test_engine_engine import TEMPLATE
@@ -58,6 +60,11 @@ class Running:
     port: int
     lines: list[str] = field(default_factory=list)
 
+    def signal_all(self, number: signal.Signals) -> None:
+        """To the whole process group, and to the parent once more: so does `timeout`."""
+        self.process.send_signal(number)
+        os.killpg(self.process.pid, number)
+
     @property
     def ranks(self) -> list[int]:
         return [int(found[1]) for line in self.lines if (found := re.search(r"rank \d+: .*\(process (\d+)\)", line))]
@@ -74,7 +81,7 @@ class Running:
 def serving(model: str, *options: str) -> Iterator[Running]:
     command = [sys.executable, "-m", "colrow", "serve", model, "--tp", "2", "--port", "0", "--cache", "200MB", "--dtype", "float32"]
     command += options
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     found = Running(process, 0)
 
     def read() -> None:
@@ -176,7 +183,7 @@ def test_a_parent_that_is_killed_leaves_no_rank_and_no_name_in_shared_memory(mod
     assert not before or set(Path("/dev/shm").iterdir()) <= before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_end_of_the_command_while_ranks_import_ends_everything(number: signal.Signals, model: str) -> None:
     """Report O-36 i: exit code not 0, nobody left, one line at most."""
     command = [sys.executable, "-m", "colrow", "serve", model, "--tp", "2", "--port", "0"]
@@ -188,9 +195,8 @@ def test_the_end_of_the_command_while_ranks_import_ends_everything(number: signa
             time.sleep(0.02)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
-    if number == signal.SIGINT:
-        assert process.returncode == 130
-        assert err.splitlines()[-1] == "colrow: interrupted"
+    said = {signal.SIGINT: "colrow: interrupted\n", signal.SIGTERM: "colrow: terminated\n", signal.SIGKILL: ""}
+    assert (process.returncode, err) == (130 if number == signal.SIGINT else -number, said[number])
     assert gone([p.pid for p in ranks])
 
 
@@ -199,7 +205,7 @@ def test_the_end_of_the_command_while_the_model_is_opened_is_one_line(model: str
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "colrow", "serve", model, "--tp", "2", "--port", str(port)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         answer = b""
         while not answer:
             assert process.poll() is None
@@ -207,7 +213,7 @@ def test_the_end_of_the_command_while_the_model_is_opened_is_one_line(model: str
                 connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 answer = connection.recv(100)
         assert b" 503 " in answer
-        process.send_signal(signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "colrow: interrupted\n")
 
@@ -222,7 +228,8 @@ def test_a_small_dev_shm_is_large_enough(model: str) -> None:
     assert "as predicted" in done.stderr
 
 
-def test_restart_serves_again_on_the_same_port(model: str) -> None:
+def test_restart_serves_again_on_the_same_port_until_a_sigterm_to_all(model: str) -> None:
+    """Ranks that got it too go on until their requests have ended."""
     with serving(model, "--restart") as server:
         first = list(server.ranks)
         psutil.Process(first[1]).kill()
@@ -232,9 +239,28 @@ def test_restart_serves_again_on_the_same_port(model: str) -> None:
         response = server.post(max_tokens=12)
         assert json.loads(response.read())["choices"][0]["text"] == alone(whole(), "Hello", 12)
         assert gone(first)
-        server.process.send_signal(signal.SIGTERM)
+        response = server.post(stream=True, max_tokens=300)
+        response.readline()
+        server.signal_all(signal.SIGTERM)
+        rest = response.read().decode()
+        assert '"finish_reason": "length"' in rest
+        assert rest.endswith("data: [DONE]\n\n")
         assert server.process.wait(20) == 0
         assert gone(server.ranks)
+
+
+def test_a_rank_that_is_lost_after_sigterm_is_not_restarted(model: str) -> None:
+    with serving(model, "--restart", "--drain", "100") as server:
+        response = server.post(stream=True)
+        response.readline()
+        server.signal_all(signal.SIGTERM)
+        for _ in range(20):
+            assert response.readline(), "the running request goes on"
+        psutil.Process(server.ranks[1]).kill()
+        assert "rank 1 was killed by SIGKILL" in response.read().decode()
+        assert server.process.wait(20) == 1
+        assert gone(server.ranks)
+    assert not [line for line in server.lines if line.startswith("restart")]
 
 
 def test_a_cache_of_the_models_own_is_said_at_the_start_and_a_second_signal_ends_the_draining(
@@ -255,7 +281,8 @@ def test_a_cache_of_the_models_own_is_said_at_the_start_and_a_second_signal_ends
         assert json.loads(server.post(max_tokens=8, ignore_eos=False).read())["choices"][0]["text"] == alone(recurrent, "Hello", 8)
         response = server.post(stream=True)
         server.process.send_signal(signal.SIGTERM)
-        for _ in range(20):
+        second = time.monotonic() + 2 * AT_ONCE
+        while time.monotonic() < second:
             assert response.readline(), "the running request goes on"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0

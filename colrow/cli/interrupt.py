@@ -1,5 +1,5 @@
-"""Ctrl-C where it is no plain exception. While libraries are imported some swallow that, and the command would go on as if nothing had been
-pressed; while a model answers in a conversation, it ends the answer."""
+"""Signals that are no plain exception. Ctrl-C: while libraries are imported some swallow that, and the command would go on as if nothing
+had been pressed; while a model answers in a conversation, it ends the answer. SIGTERM: it ends a command with one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 INTERRUPTED = 130  # the exit code, as shells have it for a process that Ctrl-C ended
@@ -50,3 +50,29 @@ def said_by_a_file(file: Path) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def sigterm_is_said(tidy: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """SIGTERM inside ends the process as ever, by the signal, but after `tidy()` and with one line; ranks that it has started end with it.
+    Not under torchrun, which ends the ranks itself, and must not have to wait for one that is blocked outside of Python."""
+    from ..comm.launch import under_torchrun  # it imports a little by itself
+
+    if threading.current_thread() is not threading.main_thread() or under_torchrun():
+        yield
+        return
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
+        with suppress(Exception):
+            tidy()
+        with suppress(OSError):
+            os.write(2, b"colrow: terminated\n")  # print may have been what the signal has interrupted
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

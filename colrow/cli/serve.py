@@ -8,7 +8,7 @@ from typing import Any
 
 from ..comm import launch
 from ..errors import UserError
-from .interrupt import INTERRUPTED, ending_at_once
+from .interrupt import INTERRUPTED, ending_at_once, sigterm_is_said
 from .job import Opening, Stage
 from .screen import Screen, note
 from .units import nbytes
@@ -28,15 +28,15 @@ def serve(
     origins: tuple[str, ...] = (),
 ) -> int:
     """Serves until it is told to end; the exit code: 0, or that of the error that the ranks were lost by. With `restart` they are started
-    again then, if they have served before. UserError where the port is taken, before anything is started."""
+    again then, if they have served before and no signal came. UserError where the port is taken, before anything is started."""
     if launch.under_torchrun():
         raise UserError("serve starts its ranks itself", works="colrow serve MODEL --tp 2")
     server = _server()
     where = server.listening(host, port)
     port = where.getsockname()[1]
     while True:
-        code, served = _once(server, where, ranks, backend, opening, limits, api_key, origins)
-        if code == 0 or not (restart and served):
+        code, again = _once(server, where, ranks, backend, opening, limits, api_key, origins)
+        if code == 0 or not (restart and again):
             return code
         note(f"{'restart':12} new ranks; port {port} answers again in a moment")
         where, opening = server.listening(host, port), replace(opening, started=time.time())
@@ -45,7 +45,7 @@ def serve(
 def _once(
     server: Any, where: Any, ranks: int, backend: str, opening: Opening, limits: Any, api_key: str | None, origins: tuple[str, ...]
 ) -> tuple[int, bool]:
-    """The exit code of one life of the ranks, and whether they came to serve."""
+    """The exit code of one life of the ranks, and whether they may have another: they came to serve, and no signal came."""
     from ..comm.ranks import Ranks
     from ..serve.messages import Ready
 
@@ -80,10 +80,14 @@ def _once(
             note(f"colrow: {what}{' '.join(str(error).split())}")
 
         screen.show("start")
-        with ending_at_once(screen.clear), Ranks(ranks, backend, IMPORTS) as started:  # until the server takes signals itself
+        with (
+            sigterm_is_said(screen.clear),
+            ending_at_once(screen.clear),  # these two until the server takes signals itself
+            Ranks(ranks, backend, IMPORTS) as started,
+        ):
             from . import serving
 
-            lost = server.serve(
+            lost, told = server.serve(
                 where,
                 lambda at: started.stream(serving.serve, (opening, limits, at)),
                 opening.files.tokenizer,
@@ -97,8 +101,8 @@ def _once(
             )
             started.close(now=lost is not None)
     if lost is not None:
-        return getattr(lost, "exit_code", 1), served
-    return (0 if served else INTERRUPTED), served
+        return getattr(lost, "exit_code", 1), served and not told
+    return (0 if served else INTERRUPTED), False
 
 
 def _server() -> Any:

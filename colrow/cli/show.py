@@ -14,7 +14,7 @@ from ..comm import launch
 from ..comm.child import bring
 from ..comm.ranks import Ranks
 from ..errors import UserError
-from .interrupt import ending_at_once, said_by_a_file
+from .interrupt import ending_at_once, said_by_a_file, sigterm_is_said
 from .job import Account, OnRanks, Opening, Stage, Traced, Wish
 from .options import check_room, check_training_files
 from .screen import Screen, account_lines, note, say, write
@@ -123,14 +123,15 @@ def train(
 def _ranks(size: int, backend: str, screen: Screen, *more: str) -> Iterator[Stream]:
     """Ranks for one or several jobs: processes that are started now, those of torchrun, or for one rank this process. `more`: modules that
     the jobs need beside IMPORTS."""
-    if size == 1 or launch.under_torchrun():
-        with ending_at_once(screen.clear):
-            bring((f"{__package__}.run",))
-        yield lambda fn, *args: launch.stream(fn, size, args, backend)
-        return
-    check_room(size)
-    screen.show("start")
     with ExitStack() as stack:
+        stack.enter_context(sigterm_is_said(screen.clear))
+        if size == 1 or launch.under_torchrun():
+            with ending_at_once(screen.clear):
+                bring((f"{__package__}.run",))
+            yield lambda fn, *args: launch.stream(fn, size, args, backend)
+            return
+        check_room(size)
+        screen.show("start")
         with ending_at_once(screen.clear):
             ranks = stack.enter_context(Ranks(size, backend, (*IMPORTS, *more)))
         yield lambda fn, *args: ranks.stream(fn, args)

@@ -4,7 +4,7 @@ Only the standard library is imported at the top, so that threads can be settled
 
 A rank ends when its parent does, however that ends: a thread reads the pipe from the parent, whose end only the parent holds open, and ends
 the process when it breaks. The pipe carries the jobs too, so that ranks can start, import and connect before the first job is known. A
-nursery that is killed takes its ranks along.
+nursery that is killed takes its ranks along. SIGINT and SIGTERM are ignored, as in the nursery.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from . import heap
 if TYPE_CHECKING:
     from .group import Group
 
+TO_ALL = (signal.SIGINT, signal.SIGTERM)  # which a whole process group may get
 PR_SET_PDEATHSIG = 1  # sys/prctl.h
 Job = tuple[Any, tuple[Any, ...], bool]  # fn, args, whether rank 0 hands on what fn yields
 
@@ -99,8 +100,9 @@ def fail(start: Start, reports: Connection, error: BaseException) -> None:
 
 def _settle(start: Start, stdin: Connection | None, jobs: Connection) -> queue.SimpleQueue[bytes | None]:
     """Signals, input, cores and threads; starts the thread that watches the parent and returns where it puts the jobs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the ranks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    leave_signals_to_the_parent()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the nursery's END, blocked while it starts ranks
+    os.register_at_fork(after_in_child=_heeds_sigterm)
     _end_with_the_nursery()
     inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_watch, args=(jobs, inbox), name="parent", daemon=True).start()
@@ -115,6 +117,18 @@ def _settle(start: Start, stdin: Connection | None, jobs: Connection) -> queue.S
 
     torch.set_num_threads(start.threads)
     return inbox
+
+
+def leave_signals_to_the_parent() -> None:
+    """Ignores those of TO_ALL, which are blocked until then (ranks.py), so that there is no moment in which one ends this process."""
+    for number in TO_ALL:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_ALL)
+
+
+def _heeds_sigterm() -> None:
+    """A worker that a rank forks (of a data loader, say) is ended by SIGTERM as anywhere: its parent may count on that."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end_with_the_nursery() -> None:

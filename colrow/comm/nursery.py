@@ -4,8 +4,11 @@ Importing torch and transformers takes seconds of one core. Ranks that each did 
 imported as many times; ranks that are forked have it at once and share the memory. Where a fork is not safe, because an import has started
 threads or a GPU's driver, ranks are started as new processes from here instead.
 
-The nursery tells the parent (ranks.py) when a rank has ended, and ends all of them on SIGTERM, with SIGKILL a little later. It ends when
-its last rank has. The store by which ranks find each other is here too, since it must outlive any one of them.
+The nursery tells the parent (ranks.py) when a rank has ended, and kills all of them on END, which only the parent sends. It ends when its
+last rank has. The store by which ranks find each other is here too, since it must outlive any one of them.
+
+SIGINT and SIGTERM often reach a whole process group: from a terminal, `timeout`, an init system. What they mean is the parent's to say,
+which may have work to finish first; here and in the ranks they are ignored from the first moment on.
 """
 
 from __future__ import annotations
@@ -17,16 +20,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 from . import child
 
-GRACE = 3.0  # seconds from SIGTERM to SIGKILL
+END = signal.SIGUSR1  # to the nursery: kill the ranks
 DRIVERS = (b"/libcuda.so", b"/libamdhip64.so")  # loaded: GPUs may be in use, and that does not survive a fork
 
 
@@ -49,8 +50,7 @@ def main(seeds: Sequence[Seed], ended: Connection) -> None:
     """Starts the ranks and sends (rank, exit code) of each that has ended over `ended`, whose other end the parent holds. Never returns."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the ranks
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        child.leave_signals_to_the_parent()
         with _ending_with_the_parent(ended):
             _prepare(seeds[0].start)
         _grow(seeds, ended)
@@ -87,7 +87,7 @@ def _grow(seeds: Sequence[Seed], ended: Connection) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     start = _fork if _may_fork() else _spawn
-    with socket.create_server(("127.0.0.1", 0)) as door, _held_back(signal.SIGTERM):
+    with socket.create_server(("127.0.0.1", 0)) as door, _held_back(END):
         port = door.getsockname()[1]
         ranks: dict[int, int] = {}
         for rank, seed in enumerate(seeds):
@@ -96,8 +96,7 @@ def _grow(seeds: Sequence[Seed], ended: Connection) -> None:
         for seed in seeds:  # now only the rank holds them: they break when it ends
             seed.close()
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
-        signal.signal(signal.SIGTERM, partial(_end, ranks, signal.SIGTERM))
-        signal.signal(signal.SIGALRM, partial(_end, ranks, signal.SIGKILL))
+        signal.signal(END, lambda *_: _kill(ranks))
     while ranks:
         pid, status = os.wait()
         if pid in ranks:
@@ -130,12 +129,10 @@ def _spawn(seed: Seed, port: int, others: Sequence[Callable[[], None]]) -> int:
     return process.pid
 
 
-def _end(ranks: dict[int, int], number: signal.Signals, *_: Any) -> None:
-    for pid in ranks:
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
         with suppress(OSError):
-            os.kill(pid, number)
-    if number == signal.SIGTERM:
-        signal.setitimer(signal.ITIMER_REAL, GRACE)
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import ColrowError, RankError, UserError
 from . import child, nursery
 
-GRACE = nursery.GRACE
+GRACE = 3.0  # seconds in which ranks end by themselves that are told to, or to which it happens
 BACKENDS = ("auto", "shm", "gloo", "nccl")
 NOT_GUARDED = 77  # exit code
 CAUSE = 0.5  # seconds in which a better explanation of a lost peer may come
@@ -48,7 +48,7 @@ class Ranks:
         self._nursery: Any = None
         atexit.register(self.close)  # before multiprocessing's own, which would wait for the ranks
         try:
-            with _sigint_held_back(), contextlib.nullcontext() if main else _main_left_alone():
+            with _held_back(), contextlib.nullcontext() if main else _main_left_alone():
                 self._start(backend, tuple(imports), ended)
         except BaseException:
             self.close(now=True)
@@ -84,9 +84,9 @@ class Ranks:
             self._send(b"")
         if self._nursery is not None and self._nursery.pid is not None:
             self._nursery.join(0 if now else GRACE)
-            for end, patience in ((self._nursery.terminate, 2 * GRACE), (self._nursery.kill, None)):
+            for number, patience in ((nursery.END, 2 * GRACE), (signal.SIGKILL, None)):
                 if self._nursery.is_alive():
-                    end()
+                    os.kill(self._nursery.pid, number)
                     self._nursery.join(patience)
         for pipe in (*self._jobs, *self._reports, self._ended):
             pipe.close()
@@ -254,10 +254,10 @@ def _main_left_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigint_held_back() -> Iterator[None]:
-    """Processes started inside begin with SIGINT blocked, so that Ctrl-C while they import prints no traceback of each."""
-    resource_tracker.ensure_running()  # else it is started inside, and unblocks the signal for this thread
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _held_back() -> Iterator[None]:
+    """Processes started inside begin with these signals blocked, until the nursery has said that it ignores them."""
+    resource_tracker.ensure_running()  # else it is started inside, and unblocks them for this thread
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, child.TO_ALL)
     try:
         yield
     finally:

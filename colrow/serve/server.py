@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from .app import Service, app
 from .bridge import Bridge, Start
 from .messages import Limits, Ready
 
+AT_ONCE = 0.5  # seconds after a signal in which the same again is no second one: `timeout` sends it to its child and to the group
 FAILED = 1.0  # seconds for answers that say that a rank is lost
 
 
@@ -47,9 +49,9 @@ def serve(
     ready: Callable[[Ready], None] = lambda ready: None,
     failed: Callable[[BaseException], None] = lambda error: None,
     origins: tuple[str, ...] = (),
-) -> BaseException | None:
+) -> tuple[BaseException | None, bool]:
     """Serves until SIGTERM or SIGINT (then open requests may end, at most `limits.drain` seconds; a second signal ends them) or until the
-    ranks are lost; returns what they were lost by. HTTP answers from the start: 503 until the model is open."""
+    ranks are lost; returns what they were lost by, and whether a signal came. HTTP answers from the start: 503 until the model is open."""
     return asyncio.run(_serve(where, start, tokenizer, model, limits, api_key, hear, ready, failed, origins))
 
 
@@ -64,7 +66,9 @@ async def _serve(
     ready: Callable[[Ready], None],
     failed: Callable[[BaseException], None],
     origins: tuple[str, ...],
-) -> BaseException | None:
+) -> tuple[BaseException | None, bool]:
+    signals: list[float] = []  # when they came
+
     def is_ready() -> None:
         assert bridge.ready is not None
         ready(bridge.ready)
@@ -85,6 +89,9 @@ async def _serve(
     server = _Server(config)
 
     def end() -> None:
+        signals.append(time.monotonic())
+        if signals[-1] - signals[0] < AT_ONCE and len(signals) > 1:
+            return
         if server.should_exit or bridge.ready is None:
             server.force_exit = True
         server.should_exit = True
@@ -96,7 +103,7 @@ async def _serve(
     await server.serve(sockets=[where])
     if bridge.ready is not None and bridge.error is None:
         await bridge.close()
-    return bridge.error
+    return bridge.error, bool(signals)
 
 
 class _Server(uvicorn.Server):

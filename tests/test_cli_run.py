@@ -205,14 +205,18 @@ def test_a_conversation_on_two(talker: str) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("ranks", ["1", "2"])
-def test_ctrl_c_ends_an_answer_and_not_the_conversation(ranks: str, talker: str, tmp_path: Path) -> None:
-    """Answers of a model that would go on for long."""
+def test_ctrl_c_ends_an_answer_and_not_the_conversation(ranks: str, talker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of a model that would go on for long. SIGTERM ends all of it, and leaves no file."""
+    (tmp_path / "own").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "own"))
     folder = shutil.copytree(talker, tmp_path / "talker")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1_000_000, "eos_token_id": None}))
     (folder / "generation_config.json").unlink()
     command = [sys.executable, "-m", "colrow", "chat", str(folder), "--tp", ranks, "--temperature", "2", "--dtype", "float32"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         _until_it_asks(process)
@@ -221,8 +225,14 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(ranks: str, talker: str,
             assert process.stdout.read(1)  # the first text
             process.send_signal(signal.SIGINT)
             _until_it_asks(process)
-        process.stdin.close()
-        assert process.wait(60) == 0
+        if ranks == "1":
+            process.stdin.close()
+            assert process.wait(60) == 0
+        else:
+            assert list((tmp_path / "own").glob("colrow-chat-*"))
+            os.killpg(process.pid, signal.SIGTERM)
+            assert (process.communicate(timeout=60)[1], process.returncode) == (b"colrow: terminated\n", -signal.SIGTERM)
+    assert not list((tmp_path / "own").glob("colrow-chat-*"))
 
 
 def _until_it_asks(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -74,20 +75,21 @@ def chat(ranks: int, backend: str, opening: Opening, system: str, wish: Wish) ->
     if launch.under_torchrun():
         raise UserError("a conversation needs a terminal, which torchrun does not give to its ranks", works="colrow chat MODEL --tp N")
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    with Screen() as screen, _ranks(ranks, backend, screen) as stream, tempfile.TemporaryDirectory(prefix="colrow-chat-") as folder:
+    with Screen() as screen, _ranks(ranks, backend, screen) as stream:
         for stage in stream(OnRanks("open_chat"), opening):
             screen.show(stage.name, stage.done, stage.total)
         screen.clear()
         note("Ctrl-C ends an answer, an empty line or Ctrl-D the conversation.")
-        while text := _ask():
-            messages.append({"role": "user", "content": text})
-            answer, enough = "", Path(folder) / str(len(messages))
-            with said_by_a_file(enough):
-                for piece in stream(OnRanks("turn"), messages, wish, enough):
-                    answer += piece
-                    say(piece, end="")
-            say()
-            messages.append({"role": "assistant", "content": answer})
+        with tempfile.TemporaryDirectory(prefix="colrow-chat-") as folder, sigterm_is_said(lambda: shutil.rmtree(folder)):
+            while text := _ask():
+                messages.append({"role": "user", "content": text})
+                answer, enough = "", Path(folder) / str(len(messages))
+                with said_by_a_file(enough):
+                    for piece in stream(OnRanks("turn"), messages, wish, enough):
+                        answer += piece
+                        say(piece, end="")
+                say()
+                messages.append({"role": "assistant", "content": answer})
 
 
 def _ask() -> str:

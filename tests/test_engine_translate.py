@@ -141,6 +141,14 @@ def test_served_over_http() -> None:
         assert (status, body["error"]["param"]) == (400, "echo")
 
 
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_batch_in_bfloat16(family: str) -> None:
+    """In which pieces of other models' prompts are joined, where the processor has products of bfloat16 pairs."""
+    whole = speaking(family).to(torch.bfloat16)
+    found = answers(serve(single(), whole, at_once([request(0, PROMPTS[0])])))
+    assert found[0][0] == alone(whole, PROMPTS[0])
+
+
 def test_generate_of_a_split_model_is_transformers_own() -> None:
     whole = speaking("t5")
     ids = torch.tensor([[5, 9, 2, 7], [3, 3, 8, 1]])

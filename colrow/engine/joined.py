@@ -27,8 +27,10 @@ SEEN = (64, 64, LEAST)  # pieces that `joinable` tries
 
 def joinable(forward: Forward, group: Group, context: int | None) -> bool:
     """Whether pieces of a prompt may be joined, on every rank. A collective: the model runs."""
-    same, dtypes = False, {p.dtype for p in forward.model.parameters() if p.is_floating_point()}
+    model, same = forward.model, False
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     able = group.device.type == "cpu" and dtypes == {torch.bfloat16} and prompt.library() is not None
+    able = able and not model.config.is_encoder_decoder  # an encoder reads its prompt whole
     if able and (context is None or context >= sum(SEEN)):
         phase, group.counters.phase = group.counters.phase, "prepare"
         same = _same(forward, group.device)

@@ -64,6 +64,8 @@ RULES: dict[str, dict[str, Any]] = {
     "not the end too early": {"min_length": 20, "eos_token_id": "likely"},
     "not the end in the first new ones": {"min_new_tokens": 9, "eos_token_id": "likely"},
     "suppressed, some at the beginning": {"suppress_tokens": "likely", "begin_suppress_tokens": [3, 4, 5]},
+    "a forced beginning": {"forced_bos_token_id": 7},
+    "some not behind a forced beginning": {"forced_bos_token_id": 7, "begin_suppress_tokens": [*range(40), *range(50, 256)]},
     "an end at the limit": {"forced_eos_token_id": 256},
     "a bias of sequences": {"sequence_bias": [[[32], 4.0], [[101, 32], -8.0]]},
     "a repetition penalty": {"repetition_penalty": 1.7},

@@ -15,6 +15,7 @@ from colrow.engine.batch import Batch
 from colrow.engine.engine import Engine
 from colrow.engine.generate import generate
 from colrow.engine.request import Output, Request
+from colrow.engine.rules import rules_of
 from colrow.engine.settings import Sampling
 from colrow.engine.stopping import Limits
 from colrow.engine.translate import start_tokens
@@ -79,7 +80,8 @@ def test_every_prompt_of_a_batch_gets_what_it_would_get_alone(family: str, ranks
         model: Any = parallelize(copies[group.rank], plan, group) if ranks > 1 else copies[0]
         out = [list[int]() for _ in PROMPTS]
         ids = [byte_level()(prompt)["input_ids"] for prompt in PROMPTS]
-        for step in generate(model, group, ids, Sampling(0.0), Limits(NEW - (forced is not None), frozenset([256]))):
+        rules = rules_of(whole.generation_config, frozenset([256]))
+        for step in generate(model, group, ids, Sampling(0.0), Limits(NEW, frozenset([256])), rules=rules):
             for row, token in zip(out, step.tokens, strict=True):
                 row.extend([] if token is None else [token])
         return out
@@ -96,7 +98,7 @@ def request(number: int, prompt: str, **more: Any) -> Request:
 def test_many_at_once_get_what_transformers_gives_each(family: str, forced: int | None) -> None:
     """In the batch of a server: requests that come and go, pause, and read prompts longer than a step has room for."""
     prompts = [*PROMPTS, "a longer prompt than eight tokens", "Hello there"]
-    requests = [request(at, prompt, max_new_tokens=NEW - (forced is not None)) for at, prompt in enumerate(prompts)]
+    requests = [request(at, prompt) for at, prompt in enumerate(prompts)]
     whole = speaking(family, forced)
     expected = {at: alone(whole, prompt) for at, prompt in enumerate(prompts)}
     for ranks in (1, 2, 3):
@@ -125,8 +127,9 @@ def test_many_at_once_get_what_transformers_gives_each(family: str, forced: int 
 def test_served_over_http() -> None:
     whole = speaking("bart", 7)
     with served(whole, byte_level()) as server:
-        answer = server.ask("/v1/completions", {"prompt": PROMPTS, "max_tokens": NEW - 1, "temperature": 0})[1]
-        texts = Engine(whole, single(), byte_level()).complete(PROMPTS, max_new_tokens=NEW - 1)
+        answer = server.ask("/v1/completions", {"prompt": PROMPTS, "max_tokens": NEW, "temperature": 0})[1]
+        texts = Engine(whole, single(), byte_level()).complete(PROMPTS, max_new_tokens=NEW)
+        assert answer["usage"]["completion_tokens"] == sum(len(alone(whole, prompt)) for prompt in PROMPTS), "the forced one counts"
         assert [choice["text"] for choice in answer["choices"]] == texts
         assert answer["usage"]["prompt_tokens"] == sum(len(byte_level()(prompt)["input_ids"]) for prompt in PROMPTS)
         limit = server.ask("/v1/models")[1]["data"][0]["max_model_len"]
@@ -136,7 +139,7 @@ def test_served_over_http() -> None:
         status, body = server.ask("/v1/completions", {**full, "prompt": "x" * (limit + 1)})
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         long = server.ask("/v1/completions", {**full, "max_tokens": 1000, "ignore_eos": True})[1]
-        assert long["usage"]["completion_tokens"] == limit - 2
+        assert long["usage"]["completion_tokens"] == limit - 1
         status, body = server.ask("/v1/completions", {**full, "echo": True, "logprobs": 1})
         assert (status, body["error"]["param"]) == (400, "echo")
 

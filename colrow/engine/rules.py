@@ -1,5 +1,5 @@
-"""Rules: what a model's own generation config asks of its text, beside temperature and the like: no n-gram twice, words never said, a last
-token forced upon a text that is cut off.
+"""Rules: what a model's own generation config asks of its text, beside temperature and the like: no n-gram twice, words never said, a
+first token that is forced, and a last one upon a text that is cut off.
 
 transformers' `generate` obeys these in greedy search too, so the same tokens need them here. Each is transformers' own processor, run on
 rank 0 on one row's scores of the whole vocabulary, which the ranks gather for such models. A repetition penalty alone needs no gathering:
@@ -27,15 +27,17 @@ class Place:
     last: bool
 
 
-_Make = Callable[[Any, torch.Tensor, Place], Any]  # (the setting, end tokens, place) -> a processor
+_Make = Callable[[Any, "Rules", Place], Any]  # (the setting, all rules, place) -> a processor
+_FIRST = "forced_bos_token_id"
 _RULES: dict[str, tuple[Any, _Make]] = {
-    "sequence_bias": (None, lambda given, eos, place: generation.SequenceBiasLogitsProcessor(given)),
-    "no_repeat_ngram_size": (0, lambda given, eos, place: generation.NoRepeatNGramLogitsProcessor(given)),
-    "bad_words_ids": (None, lambda given, eos, place: generation.NoBadWordsLogitsProcessor(given, eos)),
-    "min_length": (0, lambda given, eos, place: generation.MinLengthLogitsProcessor(given, eos)),
-    "min_new_tokens": (0, lambda given, eos, place: generation.MinNewTokensLengthLogitsProcessor(place.begin, given, eos)),
-    "suppress_tokens": (None, lambda given, eos, place: generation.SuppressTokensLogitsProcessor(given)),
-    "begin_suppress_tokens": (None, lambda given, eos, place: generation.SuppressTokensAtBeginLogitsProcessor(given, place.begin)),
+    "sequence_bias": (None, lambda given, rules, place: generation.SequenceBiasLogitsProcessor(given)),
+    "no_repeat_ngram_size": (0, lambda given, rules, place: generation.NoRepeatNGramLogitsProcessor(given)),
+    "bad_words_ids": (None, lambda given, rules, place: generation.NoBadWordsLogitsProcessor(given, rules.ends)),
+    "min_length": (0, lambda given, rules, place: generation.MinLengthLogitsProcessor(given, rules.ends)),
+    "min_new_tokens": (0, lambda given, rules, place: generation.MinNewTokensLengthLogitsProcessor(place.begin, given, rules.ends)),
+    _FIRST: (None, lambda given, rules, place: generation.ForcedBOSTokenLogitsProcessor(given)),
+    "suppress_tokens": (None, lambda given, rules, place: generation.SuppressTokensLogitsProcessor(given)),
+    "begin_suppress_tokens": (None, lambda given, rules, place: generation.SuppressTokensAtBeginLogitsProcessor(given, rules.free(place))),
 }
 """By the setting's name: the value that asks for nothing, and the processor; in the order in which transformers applies them."""
 
@@ -68,12 +70,20 @@ class Rules:
 
     def __call__(self, scores: torch.Tensor, tokens: Sequence[int], place: Place) -> torch.Tensor:
         """`scores` [vocabulary] of what comes after `tokens` (given ones included), as the rules leave them."""
-        eos, ids, line = torch.tensor(self.eos), torch.tensor([list(tokens)]), scores[None].clone()
+        ids, line = torch.tensor([list(tokens)]), scores[None].clone()
         for name, given in self.wanted:
-            line = _RULES[name][1](given, eos, place)(ids, line)
+            line = _RULES[name][1](given, self, place)(ids, line)
         if self.forced and place.last:
             line = generation.ForcedEOSTokenLogitsProcessor(ids.shape[1] + 1, list(self.forced))(ids, line)
         return line[0]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        return torch.tensor(self.eos)
+
+    def free(self, place: Place) -> int:
+        """Where the first token comes that is not forced. transformers forces one behind a single given token, an encoder-decoder's start."""
+        return place.begin + (place.begin == 1 and any(name == _FIRST for name, _ in self.wanted))
 
     @property
     def warning(self) -> str:

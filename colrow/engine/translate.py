@@ -1,8 +1,8 @@
 """Encoder-decoders: the prompt goes into the encoder, once; what is generated is the decoder's own sequence.
 
-`Translate(model, prompts)` is to such a model what forward.Forward is to a causal one, for these prompts. `starts` are the decoder's first
-tokens, which the model's generation config names. Not here: models whose encoder takes no tokens (Whisper); an end token forced upon a
-text that is cut off.
+`Translate(model, prompts)` is to such a model what forward.Forward is to a causal one, for these prompts. `starts` are what the
+decoder begins with, which the model's generation config names. Not here: models whose encoder takes no tokens (Whisper); a first token that
+the decoder is made to say (rules.py).
 """
 
 from __future__ import annotations
@@ -49,17 +49,13 @@ def taken_apart(model: Any, request: Request) -> Request:
 
 
 def start_tokens(model: Any) -> list[int]:
-    """The token that the decoder starts with and, where the model is made to say one first, that too. UserError where none is named."""
+    """The token that the decoder starts with. UserError where none is named."""
     sources = (getattr(model, "generation_config", None), model.config)
-
-    def named(*names: str) -> int | None:
-        found = (getattr(source, name, None) for name in names for source in sources)
-        return next((token for token in found if isinstance(token, int)), None)
-
-    start, first = named("decoder_start_token_id", "bos_token_id"), named("forced_bos_token_id")
+    found = (getattr(source, name, None) for name in ("decoder_start_token_id", "bos_token_id") for source in sources)
+    start = next((token for token in found if isinstance(token, int)), None)
     if start is None:
         raise UserError("nothing says which token the decoder starts with", type(model).__name__, "decoder_start_token_id in config.json")
-    return [start] if first is None else [start, first]
+    return [start]
 
 
 def right_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:

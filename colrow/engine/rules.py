@@ -82,7 +82,7 @@ class Rules:
         return torch.tensor(self.eos)
 
     def free(self, place: Place) -> int:
-        """Where the first token comes that is not forced. transformers forces one behind a single given token, an encoder-decoder's start."""
+        """Where the first token comes that is not forced. transformers forces one behind a single given one, a decoder's start."""
         return place.begin + (place.begin == 1 and any(name == _FIRST for name, _ in self.wanted))
 
     @property

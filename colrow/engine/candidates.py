@@ -100,12 +100,16 @@ def check(offers: torch.Tensor, ranks: int) -> None:
             raise NonFiniteLogits(f"{what}: try --dtype float32, and colrow verify on the model")
 
 
-def winners(offers: torch.Tensor, ranks: int) -> list[int]:
-    """Each row's token in single mode."""
+def winners(offers: torch.Tensor, ranks: int) -> list[int | None]:
+    """Each row's token in single mode: the largest score, of equal ones the lowest id. None where `check` would raise."""
     lines = offers.tolist()
     rows = len(lines) // ranks
-    offered = [[(-score, token) for *_, score, token in lines[row::rows] if token >= 0] for row in range(rows)]
-    return [int(min(found)[1]) for found in offered]
+
+    def winner(line: list[list[float]]) -> int | None:
+        score, token = min((-score, token) for *_, score, token in line)
+        return None if any(bad for bad, *_ in line) or score == float("inf") else int(token)
+
+    return [winner(lines[row::rows]) for row in range(rows)]
 
 
 def tables(offers: torch.Tensor, ranks: int) -> list[Table]:
@@ -121,17 +125,6 @@ def tables(offers: torch.Tensor, ranks: int) -> list[Table]:
         total = torch.logsumexp(lines[:, 2], 0).item()
         out.append(Table(scores[by_id][best], ids[best], lines[:, 1].max().item(), total))
     return out
-
-
-def likeliest(offers: torch.Tensor, ranks: int) -> list[int | None]:
-    """The token of each row of greedy rows' gathered `offers` [ranks * rows, 5]: the largest score, of equal ones the lowest id. None where
-    `check` would raise."""
-    lines = _by_row(offers, ranks)
-    scores, ids = lines[:, :, OFFER_HEAD], lines[:, :, OFFER_HEAD + 1]
-    best = scores.max(1).values
-    tokens = torch.where((scores == best[:, None]) & (ids >= 0), ids, float("inf")).min(1).values
-    fine = (lines[:, :, 0].sum(1) == 0) & (best > float("-inf"))
-    return [int(token) if ok else None for token, ok in zip(tokens.tolist(), fine.tolist(), strict=True)]
 
 
 def decide(table: Table, sampling: Sampling, row: int, step: int) -> int | None:

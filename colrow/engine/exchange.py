@@ -67,8 +67,8 @@ class Exchange:
         self._ids: list[torch.Tensor] = []  # of every rank's columns
 
     def agree(self, logits: torch.Tensor, seen: Sequence[Sequence[int]], number: int, ends: Ends) -> Agreed:
-        """The same on every rank. `logits` [rows, columns of this rank]; `seen[row]`: the
-        ids so far (for the repetition penalty)."""
+        """The same on every rank. `logits` [rows, columns of this rank]; `seen[row]`: the ids so far (for the repetition penalty and the
+        rules)."""
         if not self._ids:
             self._ids = columns(self._cut, logits.shape[1], self.group.size)
         mine = self._ids[self.group.rank]

@@ -15,7 +15,7 @@ import torch
 from ..comm.collectives import all_gather, broadcast_object
 from ..comm.group import Group
 from ..partition import Partition
-from .candidates import NonFiniteLogits, check, decide, likeliest, offer, tables, width
+from .candidates import NonFiniteLogits, check, decide, offer, tables, width, winners
 from .columns import columns, gathered
 from .exchange import CANDIDATES
 from .request import Request, TokenLogprob
@@ -100,7 +100,7 @@ class Mixed:
         """The choices of one offer's `rows`, at `places`, from all ranks' `lines`; a row whose candidates do not reach has none."""
         sampling = rows[0].request.sampling
         if sampling.greedy:
-            tokens = likeliest(lines, self.group.size)
+            tokens = winners(lines, self.group.size)
             return {at: Chosen(error=NOT_FINITE) if token is None else Chosen(token) for at, token in zip(places, tokens, strict=True)}
         try:
             check(lines, self.group.size)

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.engine.engine import Engine
 from colrow.engine.generate import generate
 from colrow.engine.request import Request
-from colrow.engine.rules import Rules, rules_of
+from colrow.engine.rules import Place, Rules, rules_of
 from colrow.engine.settings import Sampling
 from colrow.engine.stopping import Limits
+from colrow.errors import UserError
 from colrow.parallel import build
 from colrow.planning.derive import derive
 
@@ -99,8 +101,6 @@ def test_what_a_request_says_itself_comes_first() -> None:
 
 
 def test_what_is_not_obeyed_is_said() -> None:
-    from transformers import GenerationConfig
-
     config = GenerationConfig(num_beams=4, no_repeat_ngram_size=3)
     rules = rules_of(config, frozenset([2]))
     assert "num_beams=4" in rules.warning
@@ -110,3 +110,20 @@ def test_what_is_not_obeyed_is_said() -> None:
         False,
         False,
     ]
+
+
+NO_RULES = {"no_repeat_ngram_size": -2, "bad_words_ids": [7], "sequence_bias": 3, "min_length": "x"}
+
+
+@pytest.mark.parametrize("name", [*NO_RULES, "repetition_penalty"])
+def test_what_is_no_rule_is_said_when_the_model_is_opened(name: str) -> None:
+    whole = model()
+    setattr(whole.generation_config, name, NO_RULES.get(name, -1.0))
+    said = f"{name} in generation_config.json is no rule" if name in NO_RULES else "repetition penalty must be above 0"
+    with pytest.raises(UserError, match=said):
+        Engine(whole, single())
+
+
+def test_a_model_without_an_end_token() -> None:
+    rules = rules_of(GenerationConfig(bad_words_ids=[[3]], min_length=5), frozenset())
+    assert rules(torch.zeros(5), [1], Place(1, False)).tolist() == [0, 0, 0, float("-inf"), 0]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import generation
 
+from ..errors import UserError
 from .settings import Sampling
 
 
@@ -93,19 +94,25 @@ class Rules:
 
 
 def rules_of(config: Any, eos: frozenset[int]) -> Rules:
-    """Those of a model's generation `config`, which ends at the tokens `eos`; none for None."""
+    """Those of a model's generation `config`, which ends at the tokens `eos`; none for None. UserError for what is no rule."""
 
     def asked(name: str, nothing: Any) -> Any:
         value = getattr(config, name, None)
         return None if value in (None, nothing, []) else value
 
-    ends = {"bad_words_ids", "min_length", "min_new_tokens"}  # these need to know the end tokens; without one they say nothing
+    ends = {"min_length", "min_new_tokens"}  # these need to know the end tokens; without one they say nothing
     wanted = [(name, asked(name, nothing)) for name, (nothing, _) in _RULES.items() if eos or name not in ends]
     forced = asked("forced_eos_token_id", None)
-    return Rules(
+    rules = Rules(
         tuple((name, value) for name, value in wanted if value is not None),
         tuple(sorted(eos)),
         () if forced is None else tuple([forced] if isinstance(forced, int) else forced),
-        asked("repetition_penalty", None) or 1.0,
+        Sampling(repetition_penalty=asked("repetition_penalty", None) or None).penalty,
         tuple(f"{name}={value}" for name, nothing in _IGNORED.items() if (value := asked(name, nothing)) is not None),
     )
+    for name, value in rules.wanted:
+        try:
+            _RULES[name][1](value, rules, Place(1, False))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{name} in generation_config.json is no rule ({error})", value, "a file without it") from None
+    return rules

@@ -5,9 +5,9 @@
 Calibration and runs take turns in the same processes, so that both see the same machine; medians over rounds are compared. "decode",
 "prefill" and "train" are transformers' modules, as training and `verify` use them; "program" is a token as the engine decodes it, by its
 program in C, up to where the ranks have agreed on it; the median of a dozen, since torch's threads spin on into the first ones behind a
-prompt. All in float32. Bytes counted must equal bytes predicted exactly, on
-every rank. With --more also 4 ranks; more ranks than cores are oversubscribed and stand outside the bound. Models have random weights:
-times do not depend on them. With --keep the rows are added to a file, and the summary is over all of it: a case in a process of its own.
+prompt. All in float32. Bytes counted must equal bytes predicted exactly, on every rank. With --more also 4 ranks; more ranks than cores are
+oversubscribed and stand outside the bound. Models have random weights: times do not depend on them. With --keep the rows are added to a
+file, and the summary is over all of it: a case in a process of its own.
 """
 
 from __future__ import annotations

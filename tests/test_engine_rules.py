@@ -93,6 +93,15 @@ def test_tokens_are_those_of_transformers(family: str, ranks: int, rule: str) ->
     assert [row + [end] * (len(row) < len(wanted)) for row, wanted in zip(served, expected, strict=True)] == expected
 
 
+def test_an_end_is_not_forced_upon_a_request_that_wants_none() -> None:
+    whole = model()
+    whole.generation_config.forced_eos_token_id = 256
+    requests = [Request(at, (5, 9), max_new_tokens=3, ignore_eos=at == 1) for at in range(2)]
+    found = answers(serve(single(), whole, at_once(requests)))
+    assert [found[at][0][-1] == 256 for at in range(2)] == [True, False]
+    assert found[0][0][:-1] == found[1][0][:-1]
+
+
 def test_what_a_request_says_itself_comes_first() -> None:
     rules = Rules(repetition_penalty=1.5)
     assert rules.sampling(Sampling()).penalty == 1.5

@@ -160,7 +160,8 @@ def test_what_experts_hand_on_counts_once_among_partial_sums(ranks: int) -> None
     (alone,) = (r for r in plan.regions if r.op == "once")
     assert (alone.module, alone.place) == ("model.layers.0.mlp.experts.identity_expert", "input")
     assert [r.name for r in plan.regions if r.op in ("reduce", "hold") and ".mlp." in r.name] == ["model.layers.0.mlp.output"]
-    assert prove(Small(config, plan, ())).ok
+    assert prove(Small(config, plan, ())).of("decoding")
+    assert prove(Small(config, plan, ()), "again").ok
 
 
 def test_what_is_handed_on_by_every_rank_is_seen() -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
+from bench.zoo import sizes
 from colrow.comm import regions
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
@@ -19,11 +21,14 @@ from colrow.parallel.build import parallelize
 from colrow.parallel.collect import whole_gradients
 from colrow.planning import cost
 from colrow.planning.choose import choose
+from colrow.planning.derive import derive
 from colrow.planning.graph import Graph
 from colrow.planning.plan import Plan
 from colrow.planning.record import record
 from colrow.planning.replay import check
 from colrow.planning.words import plan_of
+from colrow.proof.gate import GateRefused, prove
+from colrow.proof.shrink import Small
 
 from . import tiny
 from .small_blocks import Feed, H, Norm, V
@@ -121,3 +126,47 @@ def test_a_plan_whose_row_is_of_no_cut_table_is_refused() -> None:
     wrong = tuple(replace(r, arg="feed.up.weight") if r.op == "row" else r for r in plan.regions)
     with pytest.raises(UserError, match="a table that is cut along its rows"):
         run_threads(lambda group: parallelize(Reads(), replace(plan, regions=wrong), group), 2)
+
+
+def reading_llama(monkeypatch: pytest.MonkeyPatch, inside: bool) -> PreTrainedConfig:
+    """A Llama that puts row 7 in the place of tokens, or (`inside`) adds it to the stream in every block."""
+    model, layer = LlamaModel.forward, LlamaDecoderLayer.forward
+
+    def reads(self: Any, input_ids: torch.Tensor, inputs_embeds: None = None, **rest: Any) -> Any:
+        row, x = self.embed_tokens.weight[7, :], self.embed_tokens(input_ids)
+        if inside:
+            return model(self, inputs_embeds=x, row=row, **rest)
+        return model(self, inputs_embeds=torch.where((input_ids == 5)[..., None], row, x), **rest)
+
+    def adds(self: Any, hidden_states: torch.Tensor, *args: Any, row: torch.Tensor | None = None, **rest: Any) -> Any:
+        return layer(self, hidden_states if row is None else hidden_states + row, *args, **rest)
+
+    monkeypatch.setattr(LlamaModel, "forward", reads)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", adds)
+    return tiny.config("llama")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rows_with_a_cache_and_with_the_sequence_cut(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate asks for cached decoding, every gradient and every collective."""
+    config = reading_llama(monkeypatch, inside=False)
+    plan = derive(config, ranks)
+    assert [r.name for r in plan.regions if r.op == "row"] == ["model.row.model.embed_tokens.weight"]
+    assert prove(Small(config, plan, ()), "again").of("decoding")
+
+
+def test_a_row_that_meets_slices_of_the_sequence_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has the part of its gradient that comes from its own positions, and nothing adds them up."""
+    config = reading_llama(monkeypatch, inside=True)
+    plan = derive(config, 2)
+    assert prove(Small(config, plan, ())).ok
+    with pytest.raises(GateRefused, match=r"the gradient of model.embed_tokens.weight"):
+        prove(Small(config, plan, ()), "keep")
+
+
+def test_gemma_4_with_the_sequence_cut() -> None:
+    """What stands before its first block is of a stream that is not cut yet: the f of the projection for all layers, and the row."""
+    config = sizes.config("gemma4")
+    plan = derive(config, 2)
+    assert any(r.op == "row" for r in plan.regions)
+    assert prove(Small(config, plan, ()), "again").of("decoding")

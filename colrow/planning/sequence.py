@@ -40,9 +40,10 @@ def cut(plan: Plan, again: bool = True) -> Cut | None:
     }
     before = ("reduce", "input", blocks[0] if blocks else "")  # of tokens and positions
     inside = {r for r in stream if _block(r.module) in blocks and (r.op, r.place, r.module) != before}
-    after = {r for r in stream if r.op == "copy" and not _block(r.module)}
     if not inside or not plan.attention or len({r.shape for r in inside}) > 1:
         return None
+    behind = max(i for i, r in enumerate(plan.regions) if r in inside)  # a copy before the first block is of a stream that is not cut yet
+    after = {r for r in plan.regions[behind:] if r in stream and r.op == "copy" and not _block(r.module)}
     return Cut(frozenset(inside | after), blocks[0], "" if after else blocks[-1], again)
 
 
@@ -93,8 +94,9 @@ def _backward(plan: Plan, at: Cut, stream: Region) -> Iterator[tuple[str, str, R
 
 
 def _own(plan: Plan, at: Cut) -> Iterator[Region]:
-    """The cut's regions in the plan's order; of those that share one copy the first."""
-    return (r for r in plan.regions if r in at.regions and not r.shares)
+    """The cut's regions in the plan's order; of those that share one copy the first. One before the cut shares nothing with them."""
+    names = {r.name for r in at.regions}
+    return (r for r in plan.regions if r in at.regions and r.shares not in names)
 
 
 def _block(module: str) -> str:

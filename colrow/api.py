@@ -83,7 +83,7 @@ def load(
         from .proof.gate_cache import planned
     with stages("find"):
         files = on_rank_0(lambda: _find(model, trust_remote_code), group, "load.find")
-        config = files.config()
+        config, generation = files.config(), _generation_config(files)
         if adapter is not None:
             from .parallel.adapter_files import load_adapter, read_config
             from .parallel.adapters import merge_adapter
@@ -107,6 +107,8 @@ def load(
         source.close()
         if adapter is not None:
             merge_adapter(load_adapter(part, adapter))
+    if generation is not None:
+        part.generation_config = generation
     stages.results["warnings"] = warnings
     return part.eval()
 
@@ -130,7 +132,6 @@ def open_engine(model: str | ModelFiles, group: Group, purpose: str = "the engin
     if int8:
         with stages("int8"):
             stages.results["int8"] = str(quantize_layers(part))
-    part.generation_config = _generation_config(files) or part.generation_config
     engine = Engine(part, group, made[0] if made else None)
     if engine.rules.warning:
         stages.results["warnings"] = (*stages.results["warnings"], engine.rules.warning)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import colrow
 from colrow.__main__ import main
@@ -87,6 +87,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     model = tiny.whole(tiny.config("llama", vocab_size=257, eos_token_id=256), attention="sdpa").float()
     model.save_pretrained(base)
     byte_level().save_pretrained(base)
+    GenerationConfig(eos_token_id=[256, 255]).save_pretrained(base)  # not what the config says
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("abababab" * 4, "cdcdcdcd" * 4)))
     run = ["train", str(base), "--data", str(tmp_path / "data.jsonl"), "--out", str(tmp_path / "run"), "--steps", "5", "--lr", "0.05"]
     code, out, err = colrow_command(capsys, *run, "--length", "32", "--tp", "2", "--lora", "4", "--lora-targets", "q_proj,down_proj")
@@ -96,6 +97,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ids = tiny.ids(model.config)
     theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "run" / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.generation_config.eos_token_id == [256, 255]
     torch.testing.assert_close(merged(ids).logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
     assert (merged(ids).logits - model(ids).logits).abs().max() > 0.1
     code, _, err = colrow_command(capsys, "export", str(tmp_path / "run"), str(tmp_path / "alone"), "--adapter")

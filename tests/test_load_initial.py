@@ -13,9 +13,14 @@ from colrow.checkpoint import model_dir
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.errors import UserError
+from colrow.proof.verify import verify
+from colrow.train import checkpoint
+from colrow.train.export import export
+from colrow.train.gradients import trainable
 
 from . import files
-from .test_engine_translate import saved
+from .test_engine_translate import saved, speaking
+from .test_train_checkpoint import contents
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -39,6 +44,34 @@ def test_marian_as_transformers_saves_it(ranks: int, tmp_path: Any) -> None:
 
     for logits in run_threads(rank, ranks) if ranks > 1 else [rank(single())]:
         assert (logits - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_written_of_marian_is_what_the_whole_writes(ranks: int, tmp_path: Any) -> None:
+    """A checkpoint in training, exported, and the split model's own save_pretrained: both leave the tables out again."""
+    model = speaking("marian")
+    model.final_logits_bias.normal_()  # a buffer that files hold, cut like the vocabulary
+    model.save_pretrained(folder := tmp_path / "marian")
+
+    def rank(group: Group) -> None:
+        part: Any = colrow.load(str(folder), group, dtype="bfloat16", gate=False)
+        assert not any("embed_positions" in name for name in trainable(part)), "nothing trains them"
+        checkpoint.save(tmp_path / "c", 1, part, trainable(part), None)
+        part.save_pretrained(tmp_path / "saved")
+
+    if ranks == 1:
+        rank(single())
+    else:
+        run_threads(rank, ranks)
+    export(tmp_path / "c", tmp_path / "exported")
+    AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path / "whole")
+    assert contents(tmp_path / "exported") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "saved") == contents(tmp_path / "whole")
+
+
+def test_marian_is_verified_from_such_files(tmp_path: Any) -> None:
+    report = verify(model_dir.find(saved(tmp_path / "marian", "marian")), 2, backend="threads")
+    assert report.equal, report.text()
 
 
 def test_a_weight_that_would_be_drawn_at_random_is_missed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

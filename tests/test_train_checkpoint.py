@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from colrow.checkpoint.rank_files import complete, held, open_checkpoint
 from colrow.comm.group import Group
+from colrow.comm.local import run_threads
 from colrow.errors import UserError
+from colrow.parallel import build
 from colrow.parallel.collect import whole_parameters
 from colrow.partition import Partition
 from colrow.planning.derive import derive
@@ -29,6 +31,7 @@ from colrow.train.gradients import clip_grad_norm, trainable
 from colrow.train.journal import Journal
 from colrow.train.master import MasterWeights
 
+from . import families, tiny
 from .splitting import TOLERANCE, ask_split, case, next_token_loss, whole
 
 AT = case("qwen2", tie_word_embeddings=True)
@@ -115,6 +118,30 @@ def test_exported_files_are_those_of_the_whole_model(family: str, ranks: int, tm
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "several", dtype="auto")
     for name, p in reference.named_parameters():
         assert torch.equal(loaded.get_parameter(name), p), name
+
+
+def test_buffers_that_files_hold_are_kept(tmp_path: Path) -> None:
+    """DeepSeek-V3's correction of its routers, which its initializer would make 0: saved at 2, read at 3, exported."""
+    config = families.FAMILIES["deepseek-v3"]()
+    model: Any = tiny.whole(config)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(name).normal_()
+
+    def write(group: Group) -> None:
+        part: Any = build.parallelize(copy.deepcopy(model), derive(config, group.size), group)
+        save(tmp_path / str(group.size), 1, part, trainable(part), None)
+
+    def read(group: Group) -> None:
+        part: Any = build.parallelize(copy.deepcopy(model), derive(config, group.size), group)
+        part.get_buffer(name).zero_()
+        resume(open_checkpoint(tmp_path / "2"), part, trainable(part), None)
+        assert torch.equal(part.get_buffer(name), model.get_buffer(name))
+
+    run_threads(write, 2)
+    run_threads(read, 3)
+    export(tmp_path / "2", tmp_path / "exported")
+    model.save_pretrained(tmp_path / "whole")
+    assert contents(tmp_path / "exported") == contents(tmp_path / "whole")
 
 
 def test_master_weights_come_back_exactly(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def from_source(
     """
     plan, rank = _plan_of(model)
     shapes = {name: entry.shape for name, entry in plan.tensors.items()}
-    buffers = dict(_persistent_buffers(model))
+    buffers = dict(persistent_buffers(model))
     cuts = {b.name: b for b in plan.buffers}
     shapes |= {name: cuts[name].shape if name in cuts else tuple(buffer.shape) for name, buffer in buffers.items()}
     aliases = {name: entry.aliases for name, entry in plan.tensors.items()}
@@ -93,7 +93,7 @@ def from_whole(
 
     _fill(model, plan, rank, piece, dtype, device, None)
     cuts = {b.name: b.partition for b in plan.buffers}
-    for name, _ in _persistent_buffers(model):
+    for name, _ in persistent_buffers(model):
         if name in state:
             value = state[name].detach()
             _set(model, name, (cuts[name].split(value, rank) if name in cuts else value).to(device, copy=True))
@@ -107,9 +107,12 @@ def fill(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Fill the split `model` with what `piece(entry, dtype)` gives for each parameter; buffers are computed."""
+    """Fill the split `model` with what `piece(entry, dtype)` gives for each parameter; buffers other than `buffers` are computed."""
     _fill(model, *_plan_of(model), piece, dtype, device, progress)
+    for name, value in (buffers or {}).items():
+        _set(model, name, value.to(device))
     remake_buffers(model, device)
     _check_nothing_on_meta(model)
 
@@ -169,7 +172,8 @@ def _set(model: nn.Module, name: str, value: torch.Tensor) -> None:
         module._buffers[leaf] = value
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that a model's files hold: corrections of routers (DeepSeek-V3), biases of scores (Marian)."""
     for prefix, module in model.named_modules():
         for leaf, buffer in module._buffers.items():
             if buffer is not None and leaf not in module._non_persistent_buffers_set:

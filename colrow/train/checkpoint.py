@@ -30,11 +30,14 @@ from ..comm.group import Group
 from ..errors import UserError
 from ..parallel import adapter_files
 from ..parallel.adapter_files import NAME
+from ..parallel.load import persistent_buffers
 from ..parallel.state import State, state_of
-from ..planning.plan import TensorPlan
+from ..partition import whole
+from ..planning.plan import BufferPlan, TensorPlan
 from .writing import reason, writing
 
 Parameters = Mapping[str, nn.Parameter]
+Kept = Mapping[str, TensorPlan | BufferPlan]
 UNFINISHED = ".unfinished-"
 AGAIN = "more room on the disk, then the same command: it goes on from there"
 
@@ -56,7 +59,7 @@ def save(
     ranks. `beside(path)` is called on rank 0 to write further files into the directory before it is named. All ranks see one file system.
     """
     state = state_of(model)
-    group, kept = state.group, _kept(state, parameters)
+    group, kept = state.group, _kept(model, parameters)
     final, unfinished = directory / directory_name(step), directory / f"{UNFINISHED}{directory_name(step)}"
     what = f"the checkpoint could not be written into {directory}; the last one is as it was"
 
@@ -109,9 +112,22 @@ def save(
     return final
 
 
-def _kept(state: State, parameters: Parameters) -> dict[str, TensorPlan]:
-    """What a checkpoint holds: the model, or beside an adapter what is trained alone; the model is then where it was read from."""
-    return {name: entry for name, entry in state.plan.tensors.items() if state.adapters is None or name in parameters}
+def _kept(model: nn.Module, parameters: Parameters) -> Kept:
+    """What a checkpoint holds: the model with the buffers that its files have, or beside an adapter what is trained alone; the model is
+    then where it was read from."""
+    state = state_of(model)
+    if state.adapters is not None:
+        return {name: entry for name, entry in state.plan.tensors.items() if name in parameters}
+    cut = {b.name: b for b in state.plan.buffers}
+    everywhere = whole(state.group.size)
+    buffers = {n: cut.get(n) or BufferPlan(n, tuple(b.shape), everywhere, "") for n, b in persistent_buffers(model)}
+    return state.plan.tensors | buffers
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    """The rank's piece of a parameter or buffer."""
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)
 
 
 def _adapter(state: State) -> dict[str, list[float]] | None:
@@ -130,12 +146,12 @@ def _all_written(wrong: Sequence[str], unfinished: Path, rank: int) -> None:
 
 
 def _pieces(
-    model: nn.Module, kept: Mapping[str, TensorPlan], parameters: Parameters, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, kept: Kept, parameters: Parameters, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The rank's tensors by section and name, and the optimizer's numbers: {"class", "groups", "state": {name: {key: number}}}."""
     tensors: dict[str, torch.Tensor] = {}
     for name in kept:
-        mine = model.get_parameter(name).detach()
+        mine = _tensor(model, name).detach()
         tensors[f"weights/{name}"] = mine
         if name in parameters and parameters[name].data_ptr() != mine.data_ptr():
             tensors[f"master/{name}"] = parameters[name].detach()
@@ -167,7 +183,7 @@ def resume(saved: Saved, model: nn.Module, parameters: Parameters, optimizer: to
     The model has memory already, its contents are overwritten. UserError where the checkpoint is another model's or another optimizer's.
     """
     state = state_of(model)
-    group, kept = state.group, _kept(state, parameters)
+    group, kept = state.group, _kept(model, parameters)
     weights = saved.source("weights")
     if (found := saved.state.get("adapter")) != _adapter(state):
         what = f"the checkpoint {saved.path} is of a run with {'another adapter' if found and state.adapters else 'an adapter'}"
@@ -177,8 +193,8 @@ def resume(saved: Saved, model: nn.Module, parameters: Parameters, optimizer: to
     numbers = saved.state["optimizer"]["state"]
     with torch.no_grad():
         for name, entry in kept.items():
-            _read_into(model.get_parameter(name), weights, entry, group)
-            if name in parameters and parameters[name] is not model.get_parameter(name):
+            _read_into(_tensor(model, name), weights, entry, group)
+            if name in parameters and parameters[name] is not _tensor(model, name):
                 known = sources.get("master")
                 _read_into(parameters[name], known if known is not None and name in known.tensors else weights, entry, group)
     for name, parameter in parameters.items() if optimizer is not None else ():
@@ -197,12 +213,12 @@ def resume(saved: Saved, model: nn.Module, parameters: Parameters, optimizer: to
     return saved.state["extra"]
 
 
-def _read_into(to: torch.Tensor, source: Any, entry: TensorPlan, group: Group) -> torch.Tensor:
+def _read_into(to: torch.Tensor, source: Any, entry: TensorPlan | BufferPlan, group: Group) -> torch.Tensor:
     cut = entry.partition
     return to.copy_(source.read(entry.name, cut.dim, () if cut.is_whole else cut.pieces[group.rank], to.dtype))
 
 
-def _check(saved: Saved, wanted: Mapping[str, TensorPlan], found: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+def _check(saved: Saved, wanted: Kept, found: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
     for name, entry in wanted.items():
         if name not in found:
             raise UserError(f"the checkpoint {saved.path} is of another model: it has no", name, "the model it was trained from")

@@ -25,10 +25,9 @@ from ..errors import UserError
 from ..parallel.adapter_files import CONFIG, load_adapter, read_config, write_tensors
 from ..parallel.adapters import merge_adapter
 from ..parallel.build import empty, split
-from ..parallel.load import fill, from_source
+from ..parallel.load import fill, from_source, persistent_buffers
 from ..parallel.save import quiet
 from ..planning.derive import derive
-from ..planning.plan import TensorPlan
 from .writing import writing
 
 
@@ -66,20 +65,25 @@ def export(directory: Path, out: Path, max_shard_size: str = "50GB", adapter: bo
 
 def whole_model(saved: Saved) -> PreTrainedModel:
     """The unsplit model of a checkpoint, in the dtypes it was saved in; one with an adapter in that of the model's files."""
-    if (saved.path / CONFIG).is_file():
-        return _merged(saved)
+    model = _merged(saved) if (saved.path / CONFIG).is_file() else _trained(saved)
+    if getattr(model, "generation_config", None) is not None and (saved.path / "generation_config.json").is_file():
+        model.generation_config = type(model.generation_config).from_pretrained(saved.path, local_files_only=True)  # type: ignore[union-attr]
+    return model
+
+
+def _trained(saved: Saved) -> PreTrainedModel:
+    """All of it from the checkpoint."""
     config = AutoConfig.from_pretrained(saved.path, local_files_only=True)
     source = saved.source("weights")
     model = split(empty(config, torch.float32), derive(config, 1), single())
 
-    def piece(entry: TensorPlan, wanted: torch.dtype) -> torch.Tensor:
-        if entry.name not in source.tensors:
-            raise UserError(f"{saved.path} has no weights for", entry.name, "a checkpoint of this model")
-        return source.read(entry.name, None, ())
+    def read(name: str) -> torch.Tensor:
+        if name not in source.tensors:
+            raise UserError(f"{saved.path} has no weights for", name, "a checkpoint of this model")
+        return source.read(name, None, ())
 
-    fill(model, piece)  # type: ignore[arg-type]
-    if getattr(model, "generation_config", None) is not None and (saved.path / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(saved.path, local_files_only=True)  # type: ignore[union-attr]
+    buffers = {name: read(name) for name, _ in persistent_buffers(model)}
+    fill(model, lambda entry, wanted: read(entry.name), buffers=buffers)  # type: ignore[arg-type]
     return model  # type: ignore[return-value]
 
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from colrow.errors import UserError
 from colrow.partition import Partition
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan, TensorPlan
+from colrow.planning.record import record
+from colrow.planning.trace import TraceError
 
 from .hand_plans import hand_plan
 from .tiny import FAMILIES, config
@@ -119,3 +124,41 @@ def test_why_and_table_read_only_the_plan() -> None:
     assert max(map(len, shown.splitlines())) <= 110
     with pytest.raises(UserError):
         plan.why("transformer.h.9.attn.c_attn.weight")
+
+
+class Stops(PreTrainedModel):
+    """Its inner module cannot be followed: it takes an expert by name, or multiplies what does not fit."""
+
+    config_class = PreTrainedConfig
+    main_input_name = "input_ids"
+
+    def __init__(self, named: bool) -> None:
+        super().__init__(PreTrainedConfig(vocab_size=11))
+        self.named, self.inner = named, Inner()
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(input_ids, self.named)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.up = nn.ModuleDict({"expert_0": nn.Linear(4, 4)}), nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor, named: bool) -> torch.Tensor:
+        layer = self.experts[f"expert_{x.max()}"] if named else self.up
+        return layer(x.float().mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        (True, r"inner: the model's code chooses something by a name that it makes of a tensor's number$"),
+        (False, r"inner.up: the model's code stops with RuntimeError \(a and b must have same reduction dim.*\)$"),
+    ],
+)
+def test_where_the_code_of_a_model_stops_is_said_in_words(named: bool, words: str) -> None:
+    with torch.device("meta"):
+        model = Stops(named).eval()
+    with pytest.raises(TraceError, match=words):
+        record(model, bypasses=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import OPTConfig
 
 from colrow.planning.derive import derive
@@ -81,6 +82,20 @@ def no_number(which):
 
 exercise_call = exercise.call
 NAMED = {"loss": "the loss", "gradients": "the gradient of model.embed_tokens.weight", "decoding": "cached decoding"}
+
+
+def test_scores_that_a_model_rules_out_are_numbers(monkeypatch):
+    """-inf in the same places of both."""
+    config = tiny.config("llama")
+
+    def call(model, inputs, **more):
+        out = exercise_call(model, inputs, **more)
+        if "labels" not in more:
+            out.logits = out.logits.index_fill(-1, torch.tensor([3]), float("-inf"))
+        return out
+
+    monkeypatch.setattr(exercise, "call", call)
+    assert gate.gate(config, derive(config, 2), cache=False).comparison.ok
 
 
 @pytest.mark.parametrize("which", NAMED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,7 @@ def compared(model: torch.nn.Module, folder: Path, ranks: int) -> int8.Int8Error
 def test_the_error_of_int8_weights(family: str, ranks: int, tmp_path: Path) -> None:
     found = compared(tiny.whole(tiny.config(family), torch.float32), tmp_path, ranks)
     assert found.exit_code == 0
+    assert all(replace(found, divergence=bad).exit_code == 1 for bad in (math.nan, math.inf))
     assert 0 < found.weights.error < 0.02
     assert 0 < found.typical < 0.05
     assert found.same > 0.9 * found.asked

@@ -163,6 +163,8 @@ def test_nothing_is_proven_beside_nan(tmp_path):
     files = with_nan(tmp_path)
     with pytest.raises(UserError, match="nothing can be proven .* logits: the whole model gives .* entries that are no finite number; try"):
         verify.verify(files, 2, backend="threads")
+    with pytest.raises(UserError, match="try: weights without NaN$"):  # no dtype is finer
+        verify.verify(files, 2, dtype=torch.float64, backend="threads")
     report = verify.verify(files, 2, stream=True, backend="threads")
     assert report.exit_code == 1
     words = "first in model.layers.1, the outputs: the whole model gives"

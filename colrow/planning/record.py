@@ -193,6 +193,13 @@ class Recorder(TorchDispatchMode):
     def where(self) -> str:
         return (self.calls[self.open[-1]].module if self.open else "") or "model"
 
+    def stopped(self, error: Exception) -> str:
+        """In words, why the model's own code ended where it did."""
+        said = str(error).splitlines()[0].rstrip(".") if str(error) else ""
+        if isinstance(error, LookupError | AttributeError) and "device='meta'" in said:
+            return f"{self.where()}: the model's code chooses something by a name that it makes of a tensor's number"
+        return f"{self.where()}: the model's code stops with {type(error).__name__}" + (f" ({said})" if said else "")
+
     def know(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
         """The content of a tensor that the code writes out."""
         self.values[self.value(tensor)].update(constant=True, data=content)
@@ -320,8 +327,7 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
         try:
             model(**arguments, **options)
         except Exception as e:
-            text = str(e) if isinstance(e, TraceError) else f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-            raise TraceError(text, len(r.ops)) from e
+            raise TraceError(str(e) if isinstance(e, TraceError) else r.stopped(e), len(r.ops)) from e
     return Trace(
         config=model.config,
         architecture=type(model).__name__,

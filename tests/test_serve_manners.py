@@ -9,32 +9,17 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from tests import test_serve_api
 from tests.serving import Served, served
 from tests.test_engine_text import byte_level
-from tests.test_serve_api import alone, small, tokenizer
+from tests.test_serve_api import alone, tokenizer
 
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return small()
-
-
-@pytest.fixture(scope="module")
-def server(model: Any) -> Iterator[Served]:
-    with served(model, tokenizer()) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as found:
-        yield found
+model, server, client = test_serve_api.model, test_serve_api.server, test_serve_api.client  # its fixtures
 
 
 def test_a_body_that_is_too_long_is_not_kept(model: Any) -> None:

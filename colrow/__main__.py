@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from .errors import ColrowError
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; the exit code: 0, 1 for a proof or a run that failed, 2 for wrong input, 130 after Ctrl-C. SIGTERM ends
     the process with one line."""
     from .cli.interrupt import INTERRUPTED, ending_at_once, sigterm_is_said
 
-    with ending_at_once(), sigterm_is_said():
-        from .cli.app import app
-        from .errors import ColrowError
-
     try:
         with sigterm_is_said():
+            with ending_at_once():
+                from .cli.app import app
             code = int(app(args=None if arguments is None else list(arguments), prog_name="colrow", standalone_mode=False) or 0)
     except ColrowError as error:
         return _fail(str(error), error.exit_code)

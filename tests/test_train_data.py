@@ -239,5 +239,5 @@ def test_who_interrupts_a_run_is_told_where_it_goes_on(saves: bool, words: str, 
 
     asked: Any = None
     with pytest.raises(KeyboardInterrupt), Screen() as screen:
-        show(stream, screen, asked, asked, asked, tmp_path)
+        show(stream, screen, asked, asked)
     assert f"after step 2 of 9; the same command {words}" in capsys.readouterr().err

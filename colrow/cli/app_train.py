@@ -9,6 +9,7 @@ import typer
 
 from . import show
 from .arguments import Backend, Dtype, Gate, Model, PlanFile, Split, Tp, Trace, Trust
+from .job import Training
 from .options import check_peft, check_png, check_writable, opened
 
 
@@ -80,7 +81,7 @@ def train(
         **rest,
     )
     ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, trace=trace is not None, int8=False, dp=dp)
-    show.train(ranks * dp, backend, opening, settings, (data, evaluation), out, trace, curve)
+    show.train(ranks * dp, backend, opening, Training(settings, data, evaluation, out, curve), trace)
 
 
 def export(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..comm.counters import Event, Span
     from ..engine.account import RankMemory, Traffic
     from ..planning.plan import Plan
+    from ..train.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,18 @@ class Opening:
     gate: bool = True
     trace: bool = False  # keep every collective for a trace
     adapter: Path | None = None  # a directory of PEFT's
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained on `data` and, where there is another file for it, evaluated; what is left in the directory `out`; and where the loss
+    curve is drawn besides."""
+
+    settings: Settings
+    data: Path
+    evaluation: Path | None
+    out: Path
+    png: Path | None = None
 
 
 @dataclass(frozen=True)

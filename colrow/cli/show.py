@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +17,7 @@ from ..comm.child import bring
 from ..comm.ranks import Ranks
 from ..errors import UserError
 from .interrupt import ending_at_once, said_by_a_file, sigterm_is_said
-from .job import Account, OnRanks, Opening, Stage, Traced, Wish
+from .job import Account, OnRanks, Opening, Stage, Traced, Training, Wish
 from .options import check_room, check_training_files
 from .screen import Screen, account_lines, note, say, write
 
@@ -102,21 +103,13 @@ def _ask() -> str:
         return ""
 
 
-def train(
-    ranks: int,
-    backend: str,
-    opening: Opening,
-    settings: Any,
-    files: tuple[Path, Path | None],
-    out: Path,
-    trace: Path | None = None,
-    png: Path | None = None,
-) -> None:
-    files = check_training_files(*files, out, opening.files)
+def train(ranks: int, backend: str, opening: Opening, asked: Training, trace: Path | None = None) -> None:
+    data, evaluation = check_training_files(asked.data, asked.evaluation, asked.out, opening.files)
+    asked = replace(asked, data=data, evaluation=evaluation, out=asked.out.resolve(), png=asked.png and asked.png.resolve())
     with Screen() as screen, _ranks(ranks, backend, screen, f"{__package__}.train") as stream:
         from . import train as command
 
-        traced = command.show(stream, screen, opening, settings, files, out.resolve(), png and png.resolve())
+        traced = command.show(stream, screen, opening, asked)
     if trace is not None and traced is not None:
         _write_trace(trace, traced)
 

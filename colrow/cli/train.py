@@ -34,7 +34,7 @@ from ..train.journal import Journal
 from ..train.replicas import Replicas
 from ..train.settings import Settings
 from ..train.trainer import Evaluation, Event, Resumed, SavedAt, Step, Trainer, keeps_documents_apart
-from .job import Opening, Stage, Traced
+from .job import Opening, Stage, Traced, Training
 from .opening import told
 from .screen import Screen, note, say
 from .traced import Predict, Watch
@@ -58,12 +58,9 @@ class Finished:
     memory: tuple[RankMemory, ...]
 
 
-def train(
-    world: Group, opening: Opening, settings: Settings, files: tuple[Path, Path | None], out: Path, png: Path | None = None
-) -> Iterator[Stage | Begun | Event | Traced | Finished]:
-    """Stages of the start, then what the trainer tells, then the end. `files`: training data, evaluation data. `world`: all ranks, those
-    of the first replica first. `png`: where the loss curve is drawn besides."""
-    stages = Stages()
+def train(world: Group, opening: Opening, asked: Training) -> Iterator[Stage | Begun | Event | Traced | Finished]:
+    """Stages of the start, then what the trainer tells, then the end. `world`: all ranks, those of the first replica first."""
+    settings, stages = asked.settings, Stages()
     replicas = Replicas.single(world) if settings.dp == 1 else Replicas.of(world, settings.dp)
     group = replicas.group
 
@@ -91,14 +88,15 @@ def train(
     apart = settings.packed and keeps_documents_apart(model, model.config.get_text_config().vocab_size)
     settings = Settings(**vars(settings) | {"packed": apart})
     words = ["documents share rows" if apart else "one document a row"]
-    documents = data.read(files[0], tokenizer, settings.length, words.append)
+    documents = data.read(asked.data, tokenizer, settings.length, words.append)
     rows = data.pack(documents, settings.length, settings.packed)
-    asked = data.pack(data.read(files[1], tokenizer, settings.length), settings.length, settings.packed) if files[1] else []
-    _check_length(rows + asked, model)
+    others = data.read(asked.evaluation, tokenizer, settings.length) if asked.evaluation else []
+    evaluation = data.pack(others, settings.length, settings.packed)
+    _check_length(rows + evaluation, model)
     yield Begun(len(documents), len(rows), sum(len(row.ids) for row in rows), "; ".join(words))
     padding = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    trainer = Trainer(model, rows, settings, out, asked, padding, tokenizer.save_pretrained, replicas)
-    journal = Journal(out, opening.files.name, png) if world.rank == 0 else None
+    trainer = Trainer(model, rows, settings, asked.out, evaluation, padding, tokenizer.save_pretrained, replicas)
+    journal = Journal(asked.out, opening.files.name, asked.png) if world.rank == 0 else None
     watch = Watch(world, opening.trace)
     yield from watch.begin()
     for event in trainer.run():
@@ -111,9 +109,9 @@ def train(
     memory = tuple(account.memory(model, world))
     if journal is not None:
         journal.draw()
-        result = out / ("adapter" if settings.lora else "model")
+        result = asked.out / ("adapter" if settings.lora else "model")
         shutil.rmtree(result, ignore_errors=True)
-        export(out, result, adapter=bool(settings.lora))
+        export(asked.out, result, adapter=bool(settings.lora))
         yield Finished(result, tuple(journal.points(Step)), memory)
     barrier(world, "train.exported")
 
@@ -154,22 +152,14 @@ def lora_config(settings: Settings, files: ModelFiles, model: Any) -> Any:
     )
 
 
-def show(
-    stream: Any,
-    screen: Screen,
-    opening: Opening,
-    settings: Settings,
-    files: tuple[Path, Path | None],
-    out: Path,
-    png: Path | None = None,
-) -> Traced | None:
+def show(stream: Any, screen: Screen, opening: Opening, asked: Training) -> Traced | None:
     """Runs `train` on the ranks behind `stream` and prints what comes; returns the trace, if one was asked for."""
     terminal, traced = screen.is_terminal, None
     last: Step | None = None
     saved = 0  # the step of the last checkpoint
     begun = False  # never on those ranks of torchrun that have nothing to tell
     try:
-        for item in stream(train, opening, settings, files, out, png):
+        for item in stream(train, opening, asked):
             match item:
                 case Stage():
                     screen.show(item.name, item.done, item.total)
@@ -194,7 +184,7 @@ def show(
                     traced = item
                 case Finished():
                     screen.clear()
-                    finish(item, out, png)
+                    finish(item, asked)
     except KeyboardInterrupt:
         screen.clear()
         if last is not None:
@@ -211,13 +201,13 @@ def step_words(step: Step) -> str:
     return f"{words:12} loss {step.loss:.4f}  norm {step.norm:.3g}  rate {step.rate:.2e}  {step.tokens / step.seconds:.0f} tokens/s"
 
 
-def finish(item: Finished, out: Path, png: Path | None) -> None:
+def finish(item: Finished, asked: Training) -> None:
     picture = curve.terminal(item.points)
     if picture:
         note(picture)
     for m in item.memory:
         note(f"{'memory' if m.rank == 0 else '':12} rank {m.rank}: {nbytes(m.resident)} resident, {nbytes(m.parameters)} of it parameters")
-    note(f"{'loss':12} {', '.join(map(str, filter(None, (out / 'loss.html', png, out / 'log.jsonl'))))}")
+    note(f"{'loss':12} {', '.join(map(str, filter(None, (asked.out / 'loss.html', asked.png, asked.out / 'log.jsonl'))))}")
     say(str(item.model))
 
 

@@ -127,6 +127,10 @@ def test_every_row_is_seen_once_an_epoch_and_the_last_window_is_not_dropped() ->
     ("line", "message"),
     [
         ("{", r"d\.jsonl:1 is not JSON"),
+        ("[" * 100_000, r"d\.jsonl:1 is not JSON"),
+        ({"text": "ab\ud800cd"}, r"d\.jsonl:1 is no Unicode: it has half a character, got '\\ud800'"),
+        ({"messages": [{"role": "assistant", "content": "\udc00"}]}, r"d\.jsonl:1 is no Unicode"),
+        ({"messages": [{"role": "assistant", "content": [{"text": "\udc00"}]}]}, r"d\.jsonl:1 is no Unicode"),
         ({"words": "x"}, r"d\.jsonl:1 has no text that colrow knows, got \['words'\]"),
         ({"messages": [{"role": "user", "content": "x"}]}, "the assistant says nothing"),
         ({"text": "x"}, None),

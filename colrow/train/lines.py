@@ -47,6 +47,8 @@ def read(path: Path) -> list[Said]:
         raise UserError("the data cannot be read", f"{path}: {error}", "a text file or JSONL in UTF-8") from error
     if path.suffix in JSON_LINES:
         out = [_said(entry, where) for entry, where in _entries(path, text)]
+        for said in out:
+            _refuse_halves(said)
     else:
         _refuse_json_lines(path, text)
         out = [Said(str(path), ((text, True),))]
@@ -68,15 +70,24 @@ def _entries(path: Path, text: str) -> Iterator[tuple[Any, str]]:
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON", str(error), FORMS) from error
+
+
+def _refuse_halves(said: Said) -> None:
+    """UserError where JSON names half of a character, of which tokenizers only say that the text has the wrong type."""
+    try:
+        json.dumps((said.pieces, said.messages, said.tools), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])
+        raise UserError(f"{said.where} is no Unicode: it has half a character", half, "both halves, or the character itself") from None
 
 
 def _refuse_json_lines(path: Path, text: str) -> None:
     """UserError where running text begins with a line that is a document as JSON: the model would learn the braces."""
     try:
         _said(json.loads(text.lstrip().partition("\n")[0]), str(path))
-    except (ValueError, UserError):
+    except (ValueError, RecursionError, UserError):
         return
     raise UserError("JSON lines would be read as running text from a file of this name", path, "a name that ends in .jsonl")
 

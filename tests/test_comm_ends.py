@@ -90,6 +90,13 @@ def test_the_first_failure_is_the_message(
 
 
 @pytest.mark.process
+def test_a_process_ends_with_its_code_though_its_output_cannot_be_written() -> None:
+    """Else a forked rank would go on with what the nursery does."""
+    program = "import sys; from colrow.comm import child; sys.stdout = open('/dev/full', 'w'); sys.stdout.write('x'); child.end(7)"
+    assert subprocess.run([sys.executable, "-c", program], env=environment(), stderr=subprocess.DEVNULL).returncode == 7
+
+
+@pytest.mark.process
 def test_a_result_that_cannot_be_sent() -> None:
     with pytest.raises(RankError, match=r"rank \d failed: .*[Pp]ickle.*|rank \d failed: .*local object.*"):
         launch.spawn(comm_ranks.unpicklable, 2, backend="gloo")

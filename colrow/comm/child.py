@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .group import Group
 
 TO_ALL = (signal.SIGINT, signal.SIGTERM)  # which a whole process group may get
+END = signal.SIGUSR1  # to the nursery, which blocks it while it starts ranks: kill them
 PR_SET_PDEATHSIG = 1  # sys/prctl.h
 Job = tuple[Any, tuple[Any, ...], bool]  # fn, args, whether rank 0 hands on what fn yields
 
@@ -78,10 +79,12 @@ def main(start: Start, port: int, stdin: Connection | None, jobs: Connection, re
 def end(code: int) -> NoReturn:
     """Ends this process without interpreter shutdown, in which threads of gloo may abort it. What multiprocessing would have given back
     there, such as semaphores (tqdm makes one), is given back here: its resource tracker warns of those that are left."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    util._run_finalizers(0)  # type: ignore[attr-defined]  # multiprocessing has no other name for it
-    os._exit(code)
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        util._run_finalizers(0)  # type: ignore[attr-defined]  # multiprocessing has no other name for it
+    finally:
+        os._exit(code)
 
 
 def bring(modules: Sequence[str]) -> None:
@@ -101,7 +104,7 @@ def fail(start: Start, reports: Connection, error: BaseException) -> None:
 def _settle(start: Start, stdin: Connection | None, jobs: Connection) -> queue.SimpleQueue[bytes | None]:
     """Signals, input, cores and threads; starts the thread that watches the parent and returns where it puts the jobs."""
     leave_signals_to_the_parent()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # the nursery's END, blocked while it starts ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {END})
     os.register_at_fork(after_in_child=_heeds_sigterm)
     _end_with_the_nursery()
     inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

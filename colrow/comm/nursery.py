@@ -4,8 +4,8 @@ Importing torch and transformers takes seconds of one core. Ranks that each did 
 imported as many times; ranks that are forked have it at once and share the memory. Where a fork is not safe, because an import has started
 threads or a GPU's driver, ranks are started as new processes from here instead.
 
-The nursery tells the parent (ranks.py) when a rank has ended, and kills all of them on END, which only the parent sends. It ends when its
-last rank has. The store by which ranks find each other is here too, since it must outlive any one of them.
+The nursery tells the parent (ranks.py) when a rank has ended, and kills all of them on child.END, which only the parent sends. It ends
+when its last rank has. The store by which ranks find each other is here too, since it must outlive any one of them.
 
 SIGINT and SIGTERM often reach a whole process group: from a terminal, `timeout`, an init system. What they mean is the parent's to say,
 which may have work to finish first; here and in the ranks they are ignored from the first moment on.
@@ -27,7 +27,6 @@ from multiprocessing.connection import Connection
 
 from . import child
 
-END = signal.SIGUSR1  # to the nursery: kill the ranks
 DRIVERS = (b"/libcuda.so", b"/libamdhip64.so")  # loaded: GPUs may be in use, and that does not survive a fork
 
 
@@ -87,7 +86,7 @@ def _grow(seeds: Sequence[Seed], ended: Connection) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     start = _fork if _may_fork() else _spawn
-    with socket.create_server(("127.0.0.1", 0)) as door, _held_back(END):
+    with socket.create_server(("127.0.0.1", 0)) as door, _held_back(child.END):
         port = door.getsockname()[1]
         ranks: dict[int, int] = {}
         for rank, seed in enumerate(seeds):
@@ -96,7 +95,7 @@ def _grow(seeds: Sequence[Seed], ended: Connection) -> None:
         for seed in seeds:  # now only the rank holds them: they break when it ends
             seed.close()
         store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
-        signal.signal(END, lambda *_: _kill(ranks))
+        signal.signal(child.END, lambda *_: _kill(ranks))
     while ranks:
         pid, status = os.wait()
         if pid in ranks:

@@ -84,7 +84,7 @@ class Ranks:
             self._send(b"")
         if self._nursery is not None and self._nursery.pid is not None:
             self._nursery.join(0 if now else GRACE)
-            for number, patience in ((nursery.END, 2 * GRACE), (signal.SIGKILL, None)):
+            for number, patience in ((child.END, 2 * GRACE), (signal.SIGKILL, None)):
                 if self._nursery.is_alive():
                     os.kill(self._nursery.pid, number)
                     self._nursery.join(patience)

@@ -52,6 +52,8 @@ WRONG = {
     "no such file": (["run", "/nowhere/model", "-p", "x"], "no such file or directory, got /nowhere/model"),
     "no plan file": ([*RUN, "--plan", "/nowhere/plan.json"], "the plan cannot be read"),
     "more ranks than fit": ([*RUN, "--tp", "100000"], "got 100000 ranks; try: --tp "),
+    "origin without a scheme": (["serve", "demo", "--allow-origin", "a.example"], "scheme and a host, in small letters, without a path"),
+    "origin with a path": (["serve", "demo", "--allow-origin", "*", "--allow-origin", "https://a.example/"], "got https://a.example/"),
     "no backend": ([*RUN, "--tp", "2", "--backend", "pigeon"], "got pigeon"),
 }
 

@@ -31,7 +31,7 @@ from .arguments import (
     Trust,
 )
 from .job import Wish
-from .options import at_least_1, check_writable, opened, read_bytes
+from .options import at_least_1, check_origins, check_writable, opened, read_bytes
 
 
 def run(
@@ -128,8 +128,9 @@ def serve(
 
     if api_key == "":
         raise UserError("the API key is empty", works="--api-key SECRET, or none")
+    origins = check_origins(allow_origin)
     limits = Limits(
         int(read_bytes(cache, "--cache")) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast
     )
     ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter)
-    raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart, tuple(allow_origin or ())))
+    raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart, origins))

@@ -180,6 +180,15 @@ def check_png(path: Path | None) -> None:
     check_writable(path, "--curve loss.png")
 
 
+def check_origins(given: list[str] | None) -> tuple[str, ...]:
+    """The sites. UserError for what no browser says of itself: anything but scheme and host, in small letters."""
+    for origin in given or ():
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", origin):
+            works = "--allow-origin https://example.com, or * for all"
+            raise UserError("an origin is a scheme and a host, in small letters, without a path", origin, works)
+    return tuple(given or ())
+
+
 def at_least_1(max_new_tokens: int | None) -> int | None:
     if max_new_tokens is not None and max_new_tokens < 1:
         raise UserError("max-new-tokens must be at least 1", max_new_tokens, "--max-new-tokens 100")

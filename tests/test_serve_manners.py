@@ -7,13 +7,16 @@ import contextlib
 import copy
 import http.client
 import json
+import signal
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
+from colrow.errors import RankError
 from tests import test_serve_api
 from tests.serving import Served, served
 from tests.test_engine_text import byte_level
@@ -69,6 +72,26 @@ def _head(server: Served, method: str, path: str, **headers: str) -> tuple[int, 
         response = connection.getresponse()
         response.read()
         return response.status, {name.lower(): value for name, value in response.headers.items()}
+
+
+def test_signals_are_again_what_they_were_when_the_server_has_ended() -> None:
+    """Closing the ranks and starting new ones takes seconds, in which they have a meaning too."""
+    from colrow.serve import server
+    from colrow.serve.messages import Limits
+
+    def start(where: Any) -> Iterator[Any]:
+        raise RankError("lost")
+        yield
+
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ours = [signal.getsignal(number) for number in before]
+        error, told = server.serve(server.listening("127.0.0.1", 0), start, byte_level, "tiny", Limits())
+        assert (str(error), told) == ("lost", False)
+        assert [signal.getsignal(number) for number in before] == ours
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_methods(server: Served) -> None:

@@ -17,6 +17,7 @@ from .app import Service, app
 from .bridge import Bridge, Start
 from .messages import Limits, Ready
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 AT_ONCE = 0.5  # seconds after a signal in which the same again is no second one: `timeout` sends it to its child and to the group
 FAILED = 1.0  # seconds for answers that say that a rank is lost
 
@@ -52,7 +53,12 @@ def serve(
 ) -> tuple[BaseException | None, bool]:
     """Serves until SIGTERM or SIGINT (then open requests may end, at most `limits.drain` seconds; a second signal ends them) or until the
     ranks are lost; returns what they were lost by, and whether a signal came. HTTP answers from the start: 503 until the model is open."""
-    return asyncio.run(_serve(where, start, tokenizer, model, limits, api_key, hear, ready, failed, origins))
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        return asyncio.run(_serve(where, start, tokenizer, model, limits, api_key, hear, ready, failed, origins))
+    finally:
+        for number, handler in before.items():  # asyncio leaves the defaults, by which SIGTERM ends the command without a word
+            signal.signal(number, handler)
 
 
 async def _serve(
@@ -97,7 +103,7 @@ async def _serve(
         server.should_exit = True
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in SIGNALS:
         loop.add_signal_handler(number, end)
     bridge.open()
     await server.serve(sockets=[where])

@@ -117,14 +117,12 @@ def measure(group: Group, case: Case) -> dict[str, list[float]]:
             case "f":
                 wait = ranks.reduce(of_input())
                 return of_weights(x), wait()
-            case "column":
+            case "column" | "row back":  # of a row-parallel product the gradient of the input; the weight's comes after in any case
                 return in_two(ranks, [weight.T for weight in weights])
             case "column back":
                 again = ranks.gather(mine, x)
                 scattered = ranks.scatter(of_input(), mine)
                 return of_weights(again()), scattered()
-            case "row back":
-                return in_two(ranks, [weight.T for weight in weights])  # the gradient of the input; the weight's comes after in any case
 
     ways = [Ranks(group, way, Worker(), sizes) for way in WAYS]
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}

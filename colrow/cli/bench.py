@@ -19,7 +19,8 @@ from .units import nbytes
 
 def rank(group: Group, dtype: str, seconds: float) -> tuple[calibrate.Measured, pace.Paced | None, str]:
     """On every rank: what it measured, for programs too where there are any for this dtype and device, and over what."""
-    kind, found = the_dtype(dtype), calibrate.measure(group, the_dtype(dtype), seconds)
+    kind = the_dtype(dtype)
+    found = calibrate.measure(group, kind, seconds)
     has_programs = kind in TOLERANCE and group.device.type == "cpu"
     return found, pace.measure(group, kind, seconds) if has_programs else None, group.transport.kind
 

@@ -179,6 +179,13 @@ def late(g: Group) -> None:
     collectives.all_reduce(torch.ones(3), g, "late site")
 
 
+def forked_heeds_sigterm(g: Group) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
 KEPT: list[Any] = []
 
 

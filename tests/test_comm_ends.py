@@ -187,6 +187,7 @@ def test_a_rank_that_gets_sigterm_goes_on_until_its_parent_ends_it(spawned: bool
         found = ranks.run(comm_ranks.about)
         for pid in [*ranks_left(), *(f["pid"] for f in found)]:
             os.kill(pid, signal.SIGTERM)
+        assert all(ranks.run(comm_ranks.forked_heeds_sigterm)), "what a rank forks is ended by it"
         items = ranks.stream(comm_ranks.steps, (10**9,))
         assert next(items) == (0, 0)
         items.close()  # type: ignore[attr-defined]

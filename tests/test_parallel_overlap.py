@@ -100,9 +100,10 @@ def test_the_all_reduce_runs_while_the_weight_gradients_are_computed(monkeypatch
 
 
 def test_sequences_are_gathered_beside_input_gradients_and_scattered_beside_weight_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is done before the products beside it: of the first, until the second product behind the gather begins its own."""
+    """Neither is done before the products beside it: of the first, until the second product behind the gather begins its own. And those
+    of the second end when it has begun."""
     here = threading.local()
-    multiplied, computed = ([threading.Semaphore(0) for _ in range(2)] for _ in range(2))
+    multiplied, computed, begun = ([threading.Semaphore(0) for _ in range(2)] for _ in range(3))
     leave, gradients, all_gather, reduce_scatter = Deferred.leave, Deferred.gradients, collectives.all_gather, collectives.reduce_scatter
     at = whole(case("llama"))
     plan, copies = derive(at.config, 2), [copy.deepcopy(at.model) for _ in range(2)]
@@ -113,6 +114,7 @@ def test_sequences_are_gathered_beside_input_gradients_and_scattered_beside_weig
             multiplied[here.rank].release()
 
     def found(self: Any) -> Any:
+        assert begun[here.rank].acquire(timeout=20), "weight gradients before a reduce-scatter"
         out = gradients(self)
         computed[here.rank].release()
         return out
@@ -124,6 +126,7 @@ def test_sequences_are_gathered_beside_input_gradients_and_scattered_beside_weig
 
     def scattered(x: torch.Tensor, group: Group, name: str, *rest: Any) -> torch.Tensor:
         if name.endswith(".grad"):
+            begun[group.rank].release()
             assert computed[group.rank].acquire(timeout=20), f"{name} before weight gradients"
         return reduce_scatter(x, group, name, *rest)
 

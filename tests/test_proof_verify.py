@@ -115,6 +115,16 @@ def test_layer_by_layer(family, ranks, dtype, tmp_path):
         assert max(i.difference for i in report.comparison.items) < 1e-12
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tensors_that_the_model_does_not_use_are_named(stream, tmp_path):
+    """A config with fewer layers than the files, say: equal is what is left of both."""
+    model = tiny.whole(tiny.config("llama"), torch.float32)
+    model.save_pretrained(tmp_path, state_dict={**model.state_dict(), "model.layers.9.weight": torch.ones(3)})
+    report = verify.verify(model_dir.find(str(tmp_path)), 2, train=False, stream=stream, backend="threads")
+    assert report.equal, report.text()
+    assert "model.layers.9.weight" in report.text()
+
+
 def test_layer_by_layer_with_a_state_without_positions(tmp_path):
     """Mamba multiplies its one new token by every entry of a mask."""
     tiny.whole(MambaConfig(vocab_size=101, hidden_size=40, state_size=8, num_hidden_layers=2), torch.float32).save_pretrained(tmp_path)

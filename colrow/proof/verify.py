@@ -60,15 +60,19 @@ class Task:
     sequence: Mode = "off"
 
     def split(self, group: Group) -> PreTrainedModel:
+        return self.loaded(group)[0]
+
+    def loaded(self, group: Group) -> tuple[PreTrainedModel, tuple[str, ...]]:
+        """The split model with its weights, and what reading them gave to warn of (tensors that the model does not use)."""
         room.check(self.plan, self.dtype, group)
         model = build.empty(self.config, self.dtype)
         build.split(model, self.plan, group, self.sequence)
         source = self.files.source()
         try:
-            load.from_source(model, source, self.dtype, group.device)
+            warnings = load.from_source(model, source, self.dtype, group.device)
         finally:
             source.close()
-        return model.eval()
+        return model.eval(), warnings
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Result:
     transport: str
     seconds: float
     peak_bytes: int
+    warnings: tuple[str, ...]
 
 
 def verify(
@@ -191,20 +196,21 @@ def _fits_in_float64(model: PreTrainedModel, train: bool) -> bool:
 
 def _rank(group: Group, task: Task, expected: Reference) -> Result:
     start = time.perf_counter()
-    evidence = examine(task.split(group), group, task.plan, expected)
-    return Result(evidence, group.transport.kind, time.perf_counter() - start, room.peak_bytes())
+    model, warnings = task.loaded(group)
+    evidence = examine(model, group, task.plan, expected)
+    return Result(evidence, group.transport.kind, time.perf_counter() - start, room.peak_bytes(), warnings)
 
 
 def _rank_streamed(group: Group, task: Task, asked: Questions) -> Result:
     start = time.perf_counter()
-    model, source = task.split(group), task.files.source()
+    (model, warnings), source = task.loaded(group), task.files.source()
     try:
         attention = model.config._attn_implementation
         wholes = WholeUnits(task.config, attention, task.dtype, task.plan, source, group.device)
         evidence = examine_units(model, group, task.plan, asked, wholes)
     finally:
         source.close()
-    return Result(evidence, group.transport.kind, time.perf_counter() - start, room.peak_bytes())
+    return Result(evidence, group.transport.kind, time.perf_counter() - start, room.peak_bytes(), warnings)
 
 
 def _parting(task: Task, expected: Reference, backend: str) -> trail.Parting | None:
@@ -236,6 +242,7 @@ def _notes(task: Task, results: Sequence[Result], more: str, measured: bool, exa
         notes.append(f"allowed: {ALLOWANCE:g} times the whole model's own error against {exact}, at least {FLOOR[task.dtype]:.0e}")
     else:
         notes.append("the whole model's own rounding was not measured: its float64 copy does not fit into memory")
+    notes += [f"warning: {text}" for text in results[0].warnings]
     return tuple(notes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from colrow.__main__ import main
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.engine import calibrate, pace
+from colrow.errors import UserError
 from colrow.planning import cost, links, timing
 
 
@@ -52,6 +54,20 @@ def test_presets_give_back_what_was_measured(ranks: int) -> None:
     assert timing.decode(plan, model, here, 1, calibrate.ROWS, 4).total == pytest.approx(0.05, rel=0.03)  # found before `touch` was
     other = cost.Predicted("all_reduce", "x", 1, 4 << 20, tuple(range(ranks + 1)), unit=4)  # more ranks than measured: by the formula
     assert sum(timing.collective(other, here)) > 0
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [("device", "memory", "16GB"), ("device", "flops", -1.0), ("device", "read", 0), ("link", "hop", None), ("link", "bandwidth", 1e999)],
+)
+def test_a_preset_with_a_number_that_is_none_is_refused(part: str, field: str, value: object, tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    links.save(file, links.LINKS["nvlink4"], links.DEVICES["h100"])
+    data = json.loads(file.read_text())
+    data[part][field] = value
+    file.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=f"not a preset with a {part}, got .*{field} is "):
+        links.machine(str(file))
 
 
 def test_the_command_writes_what_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

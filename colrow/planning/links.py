@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -185,6 +185,7 @@ class Machine:
         return self.link if self.hosts(ranks) == 1 else self.between
 
 
+RATES = ("bandwidth", "read", "flops", "memory")  # of which nothing is 0
 PROGRAM = "program"  # in a file, the part that is about the engine's programs
 
 
@@ -222,10 +223,20 @@ def _preset(name: str, known: dict[str, Preset], kind: type[Preset], word: str, 
     if Path(name).is_file():
         try:
             data = (_read(name)[part] if part else _read(name))[word]
-            return kind(**{key: _frozen(value) for key, value in data.items()})
+            return _plausible(kind(**{key: _frozen(value) for key, value in data.items()}))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"the file is not a preset with a {word}", f"{name}: {error}", "a file of colrow bench --calibrate") from error
     raise UserError(f"no {word} of this name", name, f"{', '.join(known)}, or a file of colrow bench --calibrate")
+
+
+def _plausible(found: Preset) -> Preset:
+    """ValueError for a number that nothing can be computed from: the file may have been written by hand."""
+    for field in fields(found):
+        value = getattr(found, field.name)
+        numeric = field.type in ("float", "int")
+        if numeric and not (isinstance(value, float | int) and 0 <= value < inf) or field.name in RATES and not value:
+            raise ValueError(f"{field.name} is {value!r}")
+    return found
 
 
 def _frozen(value: Any) -> Any:

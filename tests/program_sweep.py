@@ -21,9 +21,10 @@ from colrow.engine.engine import Engine
 from colrow.parallel import experts
 from colrow.parallel.build import parallelize
 from colrow.planning.derive import derive
+from colrow.planning.models import build
 
 from . import tiny
-from .families import FAMILIES
+from .families import FAMILIES, TRANSLATORS
 from .test_rarer_axes import minimax
 
 PAGE = """# Decoding by programs
@@ -40,6 +41,7 @@ float32 with the attention that transformers chooses by itself; the largest diff
 
 def models() -> dict[str, Any]:
     configs = {family: (lambda family=family: tiny.config(family)) for family in tiny.FAMILIES} | FAMILIES | {"minimax": minimax}
+    configs |= {family: make for family, make in TRANSLATORS.items() if family != "whisper"}  # which reads no tokens
     return dict(sorted(configs.items()))
 
 
@@ -51,7 +53,8 @@ def ask(model: Any, group: Group) -> tuple[str, float]:
 
 
 def line(family: str, make: Any) -> str:
-    model = tiny.whole(make(), torch.float32, attention=None)
+    model = build(make(), dtype=torch.float32).eval()
+    tiny.add_noise(model)
     experts.choose(model)
     plan, copies = derive(model.config, 2), [copy.deepcopy(model) for _ in range(2)]
     one, off = ask(model, single())

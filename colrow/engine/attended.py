@@ -4,7 +4,8 @@ Those multiply a query by the keys of all positions, add constants to the scores
 followed as scale · (query · keys) + bias: whatever a model does to them on the way, the recorded ops are done to the bias, a tensor of
 numbers over the positions that there were. Whose keys a query met, and whose values, is found by comparing numbers. In the end the bias
 must be a straight line along the positions (ALiBi; Press et al., arXiv:2108.12409, section 3), or nothing. A mask that hides a position
-is none, so it is refused: what a window hides is not in the cache.
+is none, so it is refused: what a window hides is not in the cache. What a T5 adds to scores (arXiv:1910.10683, section 2.1) is taken as a
+table by distance, which must have come to its end where it was recorded.
 """
 
 from __future__ import annotations
@@ -52,11 +53,22 @@ def attend(made: Steps, entry: Attended, windows: tuple[int, ...]) -> None:
     """ATTEND, with q, k and v as they come out of the model."""
     if entry.layer is None:
         raise NotRecorded("its attention gets other keys than those that are cached")
-    sources = tuple(made.contiguous(made.shadow(x)) for x in (entry.q, entry.k, entry.v))
-    heads, kv_heads, d = entry.q.shape[1], entry.k.shape[1], entry.k.shape[3]
+    sources = tuple(made.contiguous(made.shadow(x)) for x in ((entry.q,) if entry.source else (entry.q, entry.k, entry.v)))
+    heads, kv_heads, window = (entry.q.shape[1], 0, 0) if entry.source else (entry.q.shape[1], entry.k.shape[1], windows[entry.layer])
     sinks = None if entry.sinks is None else entry.sinks.detach().float().contiguous()
-    facts = (heads, kv_heads, d, entry.v.shape[3], windows[entry.layer], 0, entry.kv_of, entry.scale, entry.softcap, sinks, entry.slopes)
-    made.steps.append(Step(Op.ATTEND, [made.new(entry.out)], sources, entry=Heads(entry.layer, *facts)))
+    sizes = (heads, kv_heads, entry.k.shape[3], entry.v.shape[3], window, 0)
+    added = (entry.scale, entry.softcap, sinks, entry.slopes, None if entry.bias is None else _by_distance(entry.bias), entry.source)
+    made.steps.append(Step(Op.ATTEND, [made.new(entry.out)], sources, entry=Heads(entry.layer, *sizes, entry.kv_of, *added)))
+
+
+def _by_distance(bias: torch.Tensor) -> torch.Tensor:
+    """[heads, positions] as [heads, distances], without those at the end that are like the last."""
+    table = bias.detach().float().flip(1)
+    others = (table != table[:, -1:]).any(0).nonzero()
+    reach = int(others[-1]) + 2 if len(others) else 1
+    if reach > table.shape[1] * 3 // 4:
+        raise NotRecorded(f"what it adds to scores still changes {table.shape[1]} positions back")
+    return table[:, :reach].contiguous()
 
 
 def follow(made: Steps, op: Ran, windows: tuple[int, ...]) -> bool:

@@ -8,8 +8,8 @@ Each sequence has its own cache, and its arithmetic, and with it its greedy toke
 through the model's modules, each by itself, in pieces that do not depend on the others (several of one prompt at once where that changes no
 bit: joined.py); beginnings that were computed before are not computed again (prefixes.py, blocks.py). New tokens of all sequences go
 through the engine's program together, which reads weights once a step and computes each row as it would alone. For models without a program
-(decoder.py says why; encoder-decoders are such) they go through the modules, each sequence by itself, so that weights are read once for
-each; `fast` makes it once a step (together.py).
+(decoder.py says why) they go through the modules, each sequence by itself, so that weights are read once for each; `fast` makes it once a
+step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """

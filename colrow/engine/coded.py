@@ -64,12 +64,16 @@ class _Coder:
     def attend(self, step: Step, at: Any) -> None:
         heads = step.entry
         at.out = self._flat(step.outs[0])
-        at.a, at.b, at.c = map(self._flat, step.sources)
+        for name, x in zip(("a", "b", "c"), step.sources, strict=False):  # the query alone, where nothing is stored
+            setattr(at, name, self._flat(x))
         kv_of = (ctypes.c_int64 * len(heads.kv_of))(*heads.kv_of)
         slopes = (ctypes.c_float * len(heads.slopes))(*heads.slopes) if heads.slopes else None
         sinks = None if heads.sinks is None else (ctypes.c_float * len(heads.sinks))(*heads.sinks.tolist())
+        bias = None if heads.bias is None else (ctypes.c_float * heads.bias.numel())(*heads.bias.flatten().tolist())
+        reach = 0 if heads.bias is None else heads.bias.shape[1]
         sizes = (heads.layer, heads.heads, heads.kv_heads, heads.head_dim, heads.value_dim, heads.window, heads.latent)
-        self._attach(at, c.Attention(*sizes, kv_of, sinks, slopes, heads.scale, heads.softcap, DTYPES[self.dtype]))
+        added = (sinks, slopes, bias, reach, heads.source)
+        self._attach(at, c.Attention(*sizes, kv_of, *added, heads.scale, heads.softcap, DTYPES[self.dtype]))
 
     def topk(self, step: Step, at: Any) -> None:
         choice: Choice = step.entry

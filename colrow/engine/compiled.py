@@ -77,11 +77,12 @@ def same(a: Compiled, b: Compiled) -> bool:
     def facts(step: Step) -> Any:
         numbers = [x for x in step.sources if isinstance(x, float)]
         heads = step.entry if isinstance(step.entry, Heads) else None
-        return step.op, [x.shape for x in step.outs], numbers, replace(heads, slopes=(), sinks=None) if heads else None
+        return step.op, [x.shape for x in step.outs], numbers, replace(heads, slopes=(), sinks=None, bias=None) if heads else None
 
     def values(step: Step) -> list[torch.Tensor]:
-        slopes = [torch.tensor(step.entry.slopes)] if isinstance(step.entry, Heads) else []
-        return slopes + [x.value for x in step.sources if isinstance(x, Constant)]
+        heads = step.entry if isinstance(step.entry, Heads) else None
+        added = [torch.tensor(heads.slopes), torch.zeros(0) if heads.bias is None else heads.bias] if heads else []
+        return added + [x.value for x in step.sources if isinstance(x, Constant)]
 
     if [facts(x) for x in a.steps] != [facts(x) for x in b.steps] or [op.func for op in a.light] != [op.func for op in b.light]:
         return False

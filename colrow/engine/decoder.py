@@ -23,9 +23,10 @@ from ..errors import RankError
 from . import compiled, recorded
 from .forward import Forward
 from .program import Program
-from .slots import Slot
+from .slots import Slot, halves
 from .state import state
-from .tape import NotRecorded
+from .tape import Attended, NotRecorded, Tape
+from .translate import Translate
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 """By dtype, the largest difference of any score, of the largest score. A program adds in another order than the modules, and in 16 bits it
@@ -33,6 +34,7 @@ rounds less often. A router's choice between scores that differ by less may turn
 chose, and each such choice must be within the tolerance."""
 INT8_TOLERANCE = 1e-3  # at least, where weights are int8: what they are multiplied by is rounded to 16 bits of a group's largest
 BEFORE, BESIDE = 5, 3  # tokens that the modules alone see; tokens that both see
+FAR = 1024  # positions over which it is seen what a model adds to scores
 
 
 class Decoder:
@@ -42,7 +44,8 @@ class Decoder:
         self.program: Program | None = None
         self.why = "" if wanted else "it was not wanted"
         self.difference = 0.0
-        self._forward, self._group, self._wanted = Forward(model), group, wanted
+        self._model, self._group, self._wanted = model, group, wanted
+        self._forward = Forward(model)
         self._seen: Any = None
 
     @property
@@ -52,7 +55,7 @@ class Decoder:
 
     def prepare(self) -> None:
         """Makes the program and compares it, unless there is one for this state of the model. A collective: parts change alike."""
-        if not self._wanted or state(self._forward.model) == self._seen:
+        if not self._wanted or state(self._model) == self._seen:
             return
         self.program, self.why, self.difference = None, "", 0.0
         phase, self._group.counters.phase = self._group.counters.phase, "prepare"
@@ -60,20 +63,20 @@ class Decoder:
             self._prepare()
         finally:
             self._group.counters.phase = phase
-        self._seen = state(self._forward.model)  # after steps were made: the first may add an attribute
+        self._seen = state(self._model)  # after steps were made: the first may add an attribute
 
     def _prepare(self) -> None:
-        model, group = self._forward.model, self._group
-        if model.config.is_encoder_decoder:
-            self.why = "an encoder-decoder"
-            return
+        model, group = self._model, self._group
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if group.device.type != "cpu" or not dtypes <= TOLERANCE.keys():
             self.why = f"not on a CPU in float32, bfloat16 or float16, but {' and '.join(sorted(map(str, dtypes)))} on {group.device.type}"
             return
         vocab = model.config.get_text_config().vocab_size
         tokens = [(7 * at + 3) % vocab for at in range(BEFORE + BESIDE)]
-        for plain in (False, True) if recorded.has_own_attention(model) else (True,):
+        if model.config.is_encoder_decoder:
+            self._forward = Translate(model, [tokens[::-1]], group.device)  # anew: it keeps what the encoder made
+        own = recorded.has_own_attention(model) and not model.config.is_encoder_decoder
+        for plain in (False, True) if own else (True,):
             found, why = self._made(tokens, plain)
             if self._all_agree(why) and self._compared(found, tokens):
                 self.program = found
@@ -98,22 +101,26 @@ class Decoder:
 
     def _made(self, tokens: list[int], plain: bool) -> tuple[Program | None, str]:
         """Of a model that takes no positions, it is not known how they come in: so its step must be the same one position later."""
-        lengths = (BEFORE,) if self._forward.takes_positions else (BEFORE, BEFORE + 1)
         try:
-            tapes = []
-            for length in lengths:
-                past = self._past(tokens[:length])
-                tapes.append(recorded.record(self._forward.model, self._group, self._forward, past, tokens[length], plain))
+            tapes = [self._tape(tokens, length, plain) for length in (BEFORE, BEFORE + 1)[: 1 if self._forward.takes_positions else 2]]
+            if any(isinstance(entry, Attended) and entry.bias is not None for entry in tapes[0].entries):
+                tapes = [self._tape(tokens, BEFORE, plain, far) for far in (FAR, FAR + 1)]
             made = [compiled.compile(tape) for tape in tapes]
             if not all(compiled.same(made[0], other) for other in made[1:]):
                 raise NotRecorded("its code looks at the position")
-            return Program(made[0], self._group, past.layers[0].keys.dtype, torch.get_num_threads()), ""
+            dtype = halves(self._past(tokens[:1]))[0].layers[0].keys.dtype
+            return Program(made[0], self._group, dtype, torch.get_num_threads()), ""
         except (NotRecorded, native.NativeUnavailable) as error:
             return None, str(error)
         except RankError:
             raise
         except Exception as error:  # a model's code may fail where it meets what it has never met before
             return None, f"recording a step failed: {type(error).__name__}: {error}"
+
+    def _tape(self, tokens: list[int], length: int, plain: bool, far: int | None = None) -> Tape:
+        """The step after `length` tokens; of an encoder-decoder as after `far`."""
+        past = self._past(tokens[:length])
+        return recorded.record(self._model, self._group, self._forward, past, tokens[length], plain, far)
 
     def _past(self, tokens: list[int]) -> Any:
         return self._forward(torch.tensor([tokens]), None, None)[1]

@@ -103,6 +103,7 @@ def _steps(
     program = decoder.program if decoder is not None else None
     slots: list[Slot] = []
     forward, exchange = Forward(model), Exchange(group, vocabulary(model), sampling, rules, limits.max_new_tokens)
+    given = prompts
     if model.config.is_encoder_decoder:  # the prompts are read once; what becomes longer is the decoder's own sequence
         forward = Translate(model, prompts, group.device)
         prompts, memory = forward.starts, None
@@ -127,7 +128,7 @@ def _steps(
         while not all(finished):
             group.counters.phase = "prefill" if number == 0 else "decode"
             if program is not None and number > 0:
-                slots = slots or [Slot(past, row, len(prompt)) for row, prompt in enumerate(prompts)]
+                slots = slots or [Slot(past, row, len(own), len(read)) for row, (own, read) in enumerate(zip(prompts, given, strict=True))]
                 logits = program.run([row[-1] for row in history], slots)
             else:
                 logits, past = forward(ids, mask, past)

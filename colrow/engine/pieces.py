@@ -33,7 +33,7 @@ def kind(step: Step) -> Kind:
 
 
 def work(program: Program, length: int) -> Work:
-    """Of one more token behind `length` others. Experts count once for each token that chooses them."""
+    """Of one more token behind `length` others, and as many of an encoder. Experts count once for each token that chooses them."""
     read = operations = numbers = 0.0
     between = 0
     for step in program.compiled.steps:
@@ -47,7 +47,7 @@ def work(program: Program, length: int) -> Work:
             operations += 2 * share * prod(matrix.shape)
         elif isinstance(step.entry, Heads):
             heads = step.entry
-            seen = min(length + 1, heads.window or length + 1)
+            seen = length if heads.source else min(length + 1, heads.window or length + 1)
             numbers += heads.heads * seen * (heads.head_dim + heads.value_dim)
         between += kind(step) == "between"
     return Work(read, operations, numbers, between, program.compiled.logits.shape[-1])

@@ -91,9 +91,9 @@ class Program:
         for row, (token, slot) in enumerate(zip(tokens, slots, strict=True)):
             slot.reserve()
             self._fill(self._arenas[row], token, slot.length)
-            self._rows[row] = c.Row(
-                self._arenas[row].data_ptr(), slot.length, slot.capacity, ctypes.addressof(slot.keys), ctypes.addressof(slot.values)
-            )
+            own = (slot.length, slot.capacity, ctypes.addressof(slot.keys), ctypes.addressof(slot.values))
+            source = (slot.sources, ctypes.addressof(slot.source_keys), ctypes.addressof(slot.source_values))
+            self._rows[row] = c.Row(self._arenas[row].data_ptr(), *own, *source)
         in_c = self._sites(len(tokens))
         try:
             self._to_the_end(len(tokens))

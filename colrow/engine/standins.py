@@ -53,7 +53,7 @@ def _attention(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: tor
     recorder.quiet += 1
     out = q.new_zeros(1, 1, q.shape[1], v.shape[3])
     recorder.quiet -= 1
-    kv_of, sinks = _kv_of(module, q.shape[1], k.shape[1]), kwargs.pop("s_aux", None)
+    kv_of, sinks, bias = _kv_of(module, q.shape[1], k.shape[1]), kwargs.pop("s_aux", None), kwargs.pop("position_bias", None)
     scale, softcap = kwargs.pop("scaling", None), kwargs.pop("softcap", None)
     kwargs.pop("sliding_window", None)  # the cache's layer says it
     others = [name for name, value in kwargs.items() if name not in HARMLESS and value is not None and value is not False and value != 0]
@@ -62,8 +62,7 @@ def _attention(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: tor
         recorder.problem = recorder.problem or f"its attention {what}"
         return out, None
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    layer = recorder.layer_of.get(id(k))
-    recorder.entries.append(Attended(layer, q, k, v, out, kv_of, scale, float(softcap or 0), sinks))
+    recorder.attended(Attended(None, q, k, v, out, kv_of, scale, float(softcap or 0), sinks, bias=bias))
     return out, None
 
 

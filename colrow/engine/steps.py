@@ -50,7 +50,7 @@ class Picked:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention of one position as ATTEND does it (kernels/attend.h says what the fields are)."""
+    """Attention of one position as ATTEND does it (kernels/attend.h says what the fields are). `bias` [heads, reach]."""
 
     layer: int
     heads: int
@@ -64,6 +64,8 @@ class Heads:
     softcap: float
     sinks: torch.Tensor | None = None
     slopes: tuple[float, ...] = ()
+    bias: torch.Tensor | None = None
+    source: bool = False
 
 
 @dataclass(frozen=True)

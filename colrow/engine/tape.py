@@ -59,7 +59,8 @@ class Cached:
 class Attended:
     """Attention of the new position in layer `layer` of the cache: q [1, H, 1, d], k and v [1, KV, 1, d] to out [1, 1, H, d]. Query head h
     uses KV head `kv_of[h]`. `softcap` 0 for none. `sinks` [H]: of each head a score without a value. `slopes`: of each head, what is added
-    to a score for each position that lies nearer. `layer` None: k and v are made from what is cached."""
+    to a score for each position that lies nearer. `bias` [H, positions]: what is added, too. `layer` None: k and v are made from what is
+    cached. `source`: k and v are all that an encoder's positions have in that layer."""
 
     layer: int | None
     q: torch.Tensor
@@ -71,6 +72,8 @@ class Attended:
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
     slopes: tuple[float, ...] = ()
+    bias: torch.Tensor | None = None
+    source: bool = False
 
 
 Entry = Ran | Added | Cached | Attended

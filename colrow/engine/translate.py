@@ -32,13 +32,20 @@ class Translate(Forward):
     @torch.inference_mode()
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, past: Any, every: bool = False) -> tuple[torch.Tensor, Any]:
         """`ids` [rows, new tokens] of the decoder; its rows need no mask, they are as long as each other."""
-        more = {} if past is None else {str(self._cache_arg): past}
+        out = self._decoded(ids, {} if past is None else {str(self._cache_arg): past})
+        return (out.logits if every else out.logits[:, -1]), self._past(out)
+
+    def at(self, ids: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
+        """As Forward's, of a step that is recorded: positions come from the cache, and a mask, which nobody looks at, keeps those models
+        that would make one from counting the positions."""
+        return self._decoded(ids, {str(self._cache_arg): past, "decoder_attention_mask": torch.ones_like(ids)}).logits[:, -1]
+
+    def _decoded(self, ids: torch.Tensor, more: dict[str, Any]) -> Any:
         with local_logits(self.model):
             if self._encoded is None:
                 self._encoded = encoded(self.model, {"input_ids": self._source, "attention_mask": self._mask})
             more["encoder_outputs"] = self._encoded
-            out = self.model(attention_mask=self._mask, decoder_input_ids=ids, use_cache=True, **more)
-        return (out.logits if every else out.logits[:, -1]), self._past(out)
+            return self.model(attention_mask=self._mask, decoder_input_ids=ids, use_cache=True, **more)
 
 
 def taken_apart(model: Any, request: Request) -> Request:

@@ -2,7 +2,7 @@
  *
  * softmax in one pass over the keys that keeps the largest score so far (Milakov and Gimelshein, arXiv:1805.02867, section 3), in blocks of
  * positions so that a block's scores are turned into weights together. Heads that share keys and values follow each other, so what one
- * reads the next finds in the cache.
+ * reads the next finds in the cache. Attention to what an encoder made stores nothing: it has keys and values of its own, which stay.
  */
 #ifndef COLROW_ATTEND_H
 #define COLROW_ATTEND_H
@@ -16,6 +16,9 @@ typedef struct {
     const int64_t *kv_of;
     const float *sinks;  /* of each head: a score without a value; or NULL */
     const float *slopes; /* of each head: what is added to a score, times the positions that it lies back, negated; or NULL */
+    const float *bias;   /* [heads, reach]: what is added to a score so many positions back, from `reach` - 1 on the same; or NULL */
+    int64_t reach;
+    int64_t source; /* whether it looks at the encoder's positions; kv_heads is then 0, as there are no new ones */
     float scale, softcap;
     int64_t dtype; /* of the cache */
 } Attention;
@@ -25,6 +28,8 @@ typedef struct {
     float *arena;
     int64_t length, capacity;
     void **keys, **values;
+    int64_t sources; /* positions of what an encoder made, in memory that has room for no more */
+    void **source_keys, **source_values;
 } Row;
 
 enum { POSITIONS = 64 };
@@ -42,7 +47,7 @@ INLINE float dot(const float *q, const void *key, int dtype, int64_t at, int64_t
 INLINE void one_head(const Attention *t, int dtype, int64_t head, const float *q, const void *keys, const void *values, const void *rest,
                      int64_t first, int64_t last, float *out) {
     const int64_t d = t->value_dim, own = rest ? t->latent : t->head_dim, other = t->head_dim - own;
-    const float slope = t->slopes ? t->slopes[head] : 0;
+    const float slope = t->slopes ? t->slopes[head] : 0, *bias = t->bias ? t->bias + head * t->reach : NULL;
     float best = t->sinks ? t->sinks[head] : -INFINITY, sum = t->sinks ? 1 : 0, scores[POSITIONS];
     for (int64_t i = 0; i < d; i++) out[i] = 0;
     for (int64_t start = first; start < last; start += POSITIONS) {
@@ -53,6 +58,11 @@ INLINE void one_head(const Attention *t, int dtype, int64_t head, const float *q
             if (other) score += dot(q + own, rest, dtype, (start + p) * other, other);
             scores[p] = t->scale * score + slope * (float)(start + p + 1 - last);
         }
+        if (bias)
+            for (int64_t p = 0; p < count; p++) {
+                const int64_t back = last - 1 - (start + p);
+                scores[p] += bias[back < t->reach ? back : t->reach - 1];
+            }
         if (t->softcap > 0)
             for (int64_t p = 0; p < count; p++) scores[p] = t->softcap * tangent(scores[p] / t->softcap);
         for (int64_t p = 0; p < count; p++) top = scores[p] > top ? scores[p] : top;
@@ -83,15 +93,16 @@ HEAD(head_f16, F16)
 
 /* q [heads, head_dim], k and v [KV heads, ...], out [heads, value_dim]: contiguous, in the row's arena. */
 static void attend(const Attention *t, const Row *row, const float *q, const float *k, const float *v, float *out) {
-    char *keys = row->keys[t->layer], *values = row->values[t->layer];
-    const int64_t unit = t->dtype == F32 ? 4 : 2, last = row->length + 1, first = t->window && last > t->window ? last - t->window : 0;
+    char *keys = (t->source ? row->source_keys : row->keys)[t->layer], *values = (t->source ? row->source_values : row->values)[t->layer];
+    const int64_t capacity = t->source ? row->sources : row->capacity;
+    const int64_t unit = t->dtype == F32 ? 4 : 2, last = t->source ? row->sources : row->length + 1, first = t->window && last > t->window ? last - t->window : 0;
     const int64_t width = t->latent ? t->latent : t->head_dim, other = t->latent ? t->head_dim - t->latent : t->value_dim;
     for (int64_t h = 0; h < t->kv_heads; h++) {
         put(keys, (int)t->dtype, (h * row->capacity + row->length) * width, k + h * width, width);
         put(values, (int)t->dtype, (h * row->capacity + row->length) * other, v + h * other, other);
     }
     for (int64_t h = 0; h < t->heads; h++) {
-        const int64_t from = t->kv_of[h] * row->capacity;
+        const int64_t from = t->kv_of[h] * capacity;
         const char *key = keys + from * width * unit, *value = values + from * other * unit;
         (t->dtype == F32 ? head_f32 : t->dtype == BF16 ? head_bf16 : head_f16)(
             t, h, q + h * t->head_dim, key, t->latent ? key : value, t->latent ? value : NULL, first, last, out + h * t->value_dim);

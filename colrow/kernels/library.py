@@ -122,6 +122,9 @@ class Attention(ctypes.Structure):
         ("kv_of", ctypes.POINTER(c_int64)),
         ("sinks", ctypes.POINTER(c_float)),
         ("slopes", ctypes.POINTER(c_float)),
+        ("bias", ctypes.POINTER(c_float)),
+        ("reach", c_int64),
+        ("source", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
         ("dtype", c_int64),
@@ -141,7 +144,16 @@ class Sum(ctypes.Structure):
 
 
 class Row(ctypes.Structure):
-    _fields_ = (("arena", c_void_p), ("length", c_int64), ("capacity", c_int64), ("keys", c_void_p), ("values", c_void_p))
+    _fields_ = (
+        ("arena", c_void_p),
+        ("length", c_int64),
+        ("capacity", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("sources", c_int64),
+        ("source_keys", c_void_p),
+        ("source_values", c_void_p),
+    )
 
 
 @functools.cache

@@ -1,0 +1,131 @@
+"""Programs of encoder-decoders: scores against the modules', what is added to scores, rows alone and in company, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from colrow.comm.group import Group, single
+from colrow.engine import decoder as decoders
+from colrow.engine.generate import generate
+from colrow.engine.slots import Slot, as_cache
+from colrow.engine.stopping import Limits
+from colrow.engine.translate import Translate
+from colrow.kernels.library import Op
+from colrow.parallel.int8 import quantize_layers
+from colrow.planning.models import build
+from colrow.proof.noise import add_noise
+
+from .families import TRANSLATORS
+from .test_engine_program import exact, prepared, rows, split
+from .test_engine_translate import speaking
+
+CASES = [(family, 2) for family in TRANSLATORS if family != "whisper"]
+CASES += [("t5", 1), ("t5", 4), ("bart", 1), ("bart", 7)]  # 6 heads: in fours and twos, and a rank without any
+PROMPTS = [[5, 7, 8], [9, 8, 7, 6, 5, 4, 3, 50, 60, 70, 80, 90], [11]]
+
+
+def whole(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = build(TRANSLATORS[family](), dtype=torch.float32).eval()
+    add_noise(model)
+    return model.to(dtype)
+
+
+def read(model: Any, prompt: list[int], new: list[int]) -> tuple[Translate, Any]:
+    """How the model goes on after `new` tokens, and its cache."""
+    forward = Translate(model, [prompt], torch.device("cpu"))
+    return forward, forward(torch.tensor([new]), None, None)[1]
+
+
+@pytest.mark.parametrize(("family", "ranks"), CASES)
+def test_scores_are_the_modules(family: str, ranks: int) -> None:
+    assert split(whole(family), ranks, exact) == [(True, True)] * ranks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["bart", "marian"])
+def test_scores_in_16_bits(family: str, dtype: torch.dtype) -> None:
+    assert prepared(whole(family, dtype), single()).why == ""
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("t5", 2), ("umt5", 1), ("pegasus", 3)])
+def test_greedy_tokens_are_the_modules(family: str, ranks: int) -> None:
+    """Of prompts of several lengths side by side."""
+    model, limits = speaking(family), Limits(40)
+    expected = rows(list(generate(model, single(), PROMPTS, limits=limits)))
+    assert len({tuple(row) for row in expected}) == len(PROMPTS), "a test that tells prompts apart"
+
+    def tokens(part: Any, group: Group) -> list[list[int]]:
+        decoder = prepared(part, group)
+        assert decoder.program is not None, decoder.why
+        return rows(list(generate(part, group, PROMPTS, limits=limits, decoder=decoder)))
+
+    assert (split(model, ranks, tokens) if ranks > 1 else [tokens(model, single())]) == [expected] * ranks
+
+
+@pytest.mark.parametrize(("family", "ranks", "new"), [("t5", 2, 150), ("umt5", 3, 150), ("bart", 2, 60), ("t5gemma", 2, 90)])
+def test_scores_are_the_modules_far_along(family: str, ranks: int, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the room of a slot, past a window, past the end of a T5's table and of where it was recorded. Tokens are drawn."""
+    monkeypatch.setattr(decoders, "FAR", 100)
+    drawn = torch.randint(0, 101, (new, len(PROMPTS)), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def largest(part: Any, group: Group) -> float:
+        program, off = prepared(part, group).program, 0.0
+        assert program is not None
+        forwards, pasts = map(list, zip(*(read(part, prompt, [2]) for prompt in PROMPTS), strict=True))
+        slots = [Slot(copy.deepcopy(past)) for past in pasts]
+        for tokens in drawn:
+            mine = program.run(tokens, slots)
+            for row, (forward, token) in enumerate(zip(forwards, tokens, strict=True)):
+                theirs, pasts[row] = forward(torch.tensor([[token]]), None, pasts[row])
+                off = max(off, float((mine[row] - theirs[0]).abs().max() / theirs.abs().max()))
+        return off
+
+    assert max(split(whole(family), ranks, largest)) < 1e-4
+
+
+def test_what_is_added_at_a_distance_is_a_table_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = whole("t5")  # its last bucket begins 12 positions back
+    program = prepared(model, single()).program
+    assert program is not None
+    tables = [step.entry.bias for step in program.compiled.steps if step.op is Op.ATTEND and not step.entry.source]
+    assert [table.shape for table in tables] == [(6, 13)] * 2
+    monkeypatch.setattr(decoders, "FAR", 16)
+    assert "still changes 17 positions back" in prepared(model, single()).why
+
+
+@pytest.mark.parametrize("family", ["t5", "marian"])
+def test_rows_bits_do_not_depend_on_their_company(family: str) -> None:
+    model = whole(family, torch.bfloat16)
+    program = prepared(model, single()).program
+    assert program is not None
+    pasts = [read(model, list(range(3, 4 + 5 * at)), [2, *range(at)])[1] for at in range(9)]
+    alone = torch.cat([program.run([at], [Slot(past)]) for at, past in enumerate(pasts)])
+    assert torch.equal(program.run(list(range(9)), [Slot(past) for past in pasts]), alone)
+    assert len({tuple(row) for row in alone.tolist()}) == 9
+
+
+def test_modules_go_on_where_a_program_stopped() -> None:
+    for family in ("t5", "bart"):
+        model = whole(family)
+        program = prepared(model, single()).program
+        assert program is not None
+        forward, past = read(model, PROMPTS[0], [2, 5])
+        slot = Slot(copy.deepcopy(past))
+        for token in (7, 8):
+            program.run([token], [slot])
+            _, past = forward(torch.tensor([[token]]), None, past)
+        mine, back = forward(torch.tensor([[9]]), None, as_cache(slot))
+        assert torch.allclose(mine, forward(torch.tensor([[9]]), None, past)[0], rtol=1e-5, atol=1e-5)
+        assert torch.allclose(program.run([4], [Slot(back)]), forward(torch.tensor([[4]]), None, past)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_int8() -> None:
+    model = whole("flan-t5")
+    quantize_layers(model)
+    decoder = prepared(model, single())
+    assert decoder.program is not None, decoder.why
+    assert decoder.program.int8

@@ -11,13 +11,19 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfi
 
 from colrow.comm.group import Group
 from colrow.comm.local import run_threads
+from colrow.engine.engine import Engine
+from colrow.engine.forward import Forward
+from colrow.engine.slots import Slot
+from colrow.engine.translate import Translate
 from colrow.parallel.build import parallelize
 from colrow.planning import kept
 from colrow.planning.derive import derive
+from colrow.planning.models import build
 from colrow.planning.trace import trace
+from colrow.serve.worker import measure_cache
 
 from . import tiny
-from .families import FAMILIES
+from .families import FAMILIES, TRANSLATORS
 
 SIZES = {"hidden_size": 48, "intermediate_size": 51, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 101}
 LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
@@ -68,6 +74,28 @@ def test_the_cache_is_as_large_as_predicted(family: str, tokens: int) -> None:
 def test_and_on_every_rank(family: str, ranks: int) -> None:
     config = (CONFIGS.get(family) or FAMILIES[family])()
     assert kept.cache_bytes(derive(config, ranks), kept.heads(trace(config)), 7, 4) == held(config, 7, ranks)
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("llama", 2), ("deepseek", 1), ("deepseek", 3), ("t5", 2)])
+def test_the_engine_holds_what_the_plan_says(family: str, ranks: int) -> None:
+    """What a server measures for a position before it shares out memory, and what a program's slot has of each position, on every rank."""
+    config = {**CONFIGS, **TRANSLATORS}[family]()
+    model, plan = build(config, dtype=torch.float32).eval(), derive(config, ranks)
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def rank(group: Group) -> tuple[int, int]:
+        engine = Engine(parallelize(copies[group.rank], plan, group) if ranks > 1 else copies[0], group)
+        engine.decoder.prepare()
+        assert engine.decoder.program is not None, engine.decoder.why
+        forward = Translate(engine.model, [[0] * 9], group.device) if family == "t5" else Forward(engine.model)
+        _, past = forward(torch.zeros(1, 5, dtype=torch.int64), None, None)
+        slot = Slot(past)
+        own = sum(x.nbytes // slot.capacity * slot.length for side in (slot._keys, slot._values) for x in side)
+        return measure_cache(engine)[0], own + sum(x.nbytes for pair in slot._source for x in pair)
+
+    heads = kept.heads(trace(config))
+    expected = zip(kept.cache_bytes_per_token(plan, heads, 4), kept.cache_bytes(plan, heads, 5, 4, source=9), strict=True)
+    assert run_threads(rank, ranks) == list(expected)
 
 
 def test_ranks_share_it_by_heads() -> None:

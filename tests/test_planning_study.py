@@ -11,6 +11,7 @@ import pytest
 from transformers import MistralConfig
 
 from colrow.cli.options import read_bytes
+from colrow.cli.plan import memory_lines
 from colrow.errors import UserError
 from colrow.planning import cost, degrees, links, memory, timing
 from colrow.planning.derive import derive
@@ -121,6 +122,8 @@ def test_words_about_links_and_shapes() -> None:
     assert "replicas" in said(study("qwen2.5-0.5b", 2), "instead")
     assert said(study("qwen2.5-0.5b", 2, "cpu"), "instead") == ""
     assert "latent of 70,272 bytes a token, whole on every rank" in said(study("deepseek-v3", 2), "shape")
+    assert "70.3 kB of latents a token" in memory_lines(study("deepseek-v3", 2))[1]
+    assert "of KV cache a token" in memory_lines(study("llama-3-8b", 2))[1]
 
 
 def test_a_faster_link_is_never_slower() -> None:

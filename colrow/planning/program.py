@@ -38,7 +38,7 @@ def works(plan: Plan, model: Model, batch: int, context: int, dtype_bytes: int) 
     out = []
     for rank in range(plan.ranks):
         elements, operations = weights(plan.tensors.values(), model, rank, batch, batch)
-        numbers = looked_at(plan, model, rank, context + 1)
+        numbers = looked_at(plan, model, rank, context + 1, latents=True)
         head = [t for t in plan.tensors.values() if t.name in model.head]
         scores = head[0].partition.local_shape(head[0].shape, rank)[0] if head else 0
         out.append(Work(elements * dtype_bytes, operations / batch, numbers, model.ops, scores))

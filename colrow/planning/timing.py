@@ -181,14 +181,15 @@ def _between(plan: Plan, model: Model, device: Device, now: _Pass, dtype_bytes: 
     return size / device.touch + (now.gradients / device.gradient if device.gradient else 0.0)
 
 
-def looked_at(plan: Plan, model: Model, rank: int, context: float) -> float:
-    """Numbers of keys and values that a rank's query heads look at for one token behind `context` others."""
+def looked_at(plan: Plan, model: Model, rank: int, context: float, latents: bool = False) -> float:
+    """Numbers of keys and values that a rank's query heads look at for one token behind `context` others. `latents`: where those are kept,
+    they are looked at as they are, and no keys are made of them."""
     queries = {a.module: a.query for a in plan.attention}
     found = 0.0
     for a in model.attention:
         cut = queries.get(a.module)
         share = cut.local_size(rank) / (cut.size or 1) if cut is not None else 1.0
-        found += min(context, a.window or context) * a.width * share
+        found += min(context, a.window or context) * (a.latent if latents and a.latent else a.width) * share
     return found
 
 

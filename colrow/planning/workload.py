@@ -23,11 +23,13 @@ _EXPERTS = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
 @dataclass(frozen=True)
 class Attending:
-    """One attention module: query heads times (key + value) elements, for each of the last `window` positions (0: all)."""
+    """One attention module: query heads times (key + value) elements, for each of the last `window` positions (0: all). `latent`: the same
+    where heads look at latents as they are kept, as programs do (engine/latent.py); 0 where heads are kept."""
 
     module: str
     width: int
     window: int
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ def of(found: Trace) -> Model:
     tables = {op.inputs()[0] for op in found.ops if op.name == "embedding"}
     products = {i for op in found.ops if op.name != "embedding" for i in op.inputs()}
     lookups = frozenset(name for name, i in found.parameters.items() if i in tables and i not in products)
-    attention = {c.module: Attending(c.module, _width(found, c), c.window) for c in found.attention}
+    kept = heads(found)
+    latents = {h.module: 2 * h.key + h.value for h in kept if not h.cut}  # which are keys with what is rotated beside, and values
+    attention = {c.module: Attending(c.module, _width(found, c), c.window, _heads(found, c) * latents.get(c.module, 0)) for c in found.attention}
     experts = next((n for key in _EXPERTS if (n := getattr(found.config, key, 0))), 0)
-    return Model(heads(found), tuple(attention.values()), lookups, int(experts), len(found.ops), _touched(found), _head(found))
+    return Model(kept, tuple(attention.values()), lookups, int(experts), len(found.ops), _touched(found), _head(found))
 
 
 def of_config(config: PreTrainedConfig) -> Model:
@@ -84,8 +88,11 @@ def longer(model: Model, trace: Trace, config: PreTrainedConfig) -> Model:
 
 
 def _width(trace: Trace, call: AttentionCall) -> int:
-    _, heads, _, key = trace.values[call.q].shape
-    return int(heads * (key + trace.values[call.v].shape[3]))
+    return _heads(trace, call) * int(trace.values[call.q].shape[3] + trace.values[call.v].shape[3])
+
+
+def _heads(trace: Trace, call: AttentionCall) -> int:
+    return int(trace.values[call.q].shape[1])
 
 
 def _touched(trace: Trace, ops: list[Op] | None = None) -> tuple[float, float]:

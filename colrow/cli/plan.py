@@ -93,7 +93,7 @@ def head_lines(study: Study) -> list[str]:
     of = f" of {amount(whole * q.dtype_bytes)}" if plan.ranks > 1 else ""
     lines = [
         first,
-        f"  {who} {each}{of} of weights at {q.dtype_bytes} bytes, {amount(max(row.cache_per_token))} of {_kept(study)} a token",
+        f"  {who} {each}{of} of weights at {q.dtype_bytes} bytes, {amount(max(row.cache_per_token))} of {_keeps(study)} a token",
     ]
     blocks = cost.total(row.traffic, "ring", "blocks")
     if blocks.calls:
@@ -155,7 +155,7 @@ def pass_lines(plan: Plan, asked: Asked, size: int) -> list[str]:
     return [*lines, f"between ranks, {what}: {found.calls} collectives of {amount(found.logical_bytes)}"]
 
 
-def _kept(study: Study) -> str:
+def _keeps(study: Study) -> str:
     """What the cache holds, in words."""
     cut = {h.cut for h in study.model.heads}
     return "KV cache" if cut <= {True} else "latents" if cut == {False} else "KV cache and latents"
@@ -167,7 +167,7 @@ def memory_lines(study: Study) -> list[str]:
     parameters = cost.parameter_bytes(row.plan, q.dtype_bytes)
     each: dict[str, list[int]] = {}
     for rank, held in enumerate(row.memory):
-        cache = f"{amount(row.cache_per_token[rank])} of {_kept(study)} a token"
+        cache = f"{amount(row.cache_per_token[rank])} of {_keeps(study)} a token"
         text = f"{amount(parameters[rank])} of parameters, {cache}, {amount(held.total)} in all"
         each.setdefault(text, []).append(rank)
     lines = [f"in memory, at {q.dtype_bytes} bytes an element, {q.batch} x {q.context:,} tokens"]

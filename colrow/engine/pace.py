@@ -100,9 +100,10 @@ class _NoCache:
 
     length: int = 0
     capacity: int = 1
+    sources: int = 0
 
     def __post_init__(self) -> None:
-        self.keys, self.values = (ctypes.c_void_p * 1)(), (ctypes.c_void_p * 1)()
+        self.keys = self.values = self.source_keys = self.source_values = (ctypes.c_void_p * 1)()
 
     def reserve(self) -> None:
         pass

@@ -52,8 +52,8 @@ def of(found: Trace) -> Model:
     products = {i for op in found.ops if op.name != "embedding" for i in op.inputs()}
     lookups = frozenset(name for name, i in found.parameters.items() if i in tables and i not in products)
     kept = heads(found)
-    latents = {h.module: 2 * h.key + h.value for h in kept if not h.cut}  # which are keys with what is rotated beside, and values
-    attention = {c.module: Attending(c.module, _width(found, c), c.window, _heads(found, c) * latents.get(c.module, 0)) for c in found.attention}
+    latents = {h.module: 2 * h.key + h.value for h in kept if not h.cut}  # keys with what is rotated beside, and once more as values
+    attention = {c.module: _attending(found, c, latents.get(c.module, 0)) for c in found.attention}
     experts = next((n for key in _EXPERTS if (n := getattr(found.config, key, 0))), 0)
     return Model(kept, tuple(attention.values()), lookups, int(experts), len(found.ops), _touched(found), _head(found))
 
@@ -87,12 +87,10 @@ def longer(model: Model, trace: Trace, config: PreTrainedConfig) -> Model:
     )
 
 
-def _width(trace: Trace, call: AttentionCall) -> int:
-    return _heads(trace, call) * int(trace.values[call.q].shape[3] + trace.values[call.v].shape[3])
-
-
-def _heads(trace: Trace, call: AttentionCall) -> int:
-    return int(trace.values[call.q].shape[1])
+def _attending(trace: Trace, call: AttentionCall, latent: int) -> Attending:
+    """`latent`: numbers that a head looks at of a position whose latent is kept."""
+    _, heads, _, key = trace.values[call.q].shape
+    return Attending(call.module, int(heads * (key + trace.values[call.v].shape[3])), call.window, int(heads * latent))
 
 
 def _touched(trace: Trace, ops: list[Op] | None = None) -> tuple[float, float]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from colrow.errors import UserError
 from colrow.partition import Partition
+from colrow.planning import stops
 from colrow.planning.derive import derive
 from colrow.planning.plan import Plan, TensorPlan
 from colrow.planning.record import record
@@ -154,7 +155,7 @@ class Inner(nn.Module):
     ("named", "words"),
     [
         (True, r"inner: the model's code chooses something by a name that it makes of a tensor's number$"),
-        (False, r"inner.up: the model's code stops with RuntimeError \(a and b must have same reduction dim.*\)$"),
+        (False, r"inner.up: sizes of the model's config, or of the input .*: \[\d+, 1\] and \[3, 4\]$"),
     ],
 )
 def test_where_the_code_of_a_model_stops_is_said_in_words(named: bool, words: str) -> None:
@@ -162,3 +163,21 @@ def test_where_the_code_of_a_model_stops_is_said_in_words(named: bool, words: st
         model = Stops(named).eval()
     with pytest.raises(TraceError, match=words):
         record(model, bypasses=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("Tensor on device meta is not on the expected device cpu!"), "numbers of its own"),
+        (
+            RuntimeError("shape '[2, 14, 3, 3072]' is invalid for input of size 301056"),
+            "do not fit together: [2, 14, 3, 3072] and 301056",
+        ),
+        (ValueError("Sounds do not match, tokens: tensor(..., device='meta', size=()), features: 15"), 'for it: "Sounds do not match"'),
+        (KeyError("expert_tensor(..., device='meta', size=(), dtype=torch.int64)"), "a name that it makes of a tensor's number"),
+        (NotImplementedError("of this kind\nsee elsewhere"), "the model's code stops with NotImplementedError (of this kind)"),
+    ],
+)
+def test_what_code_raises_in_words(error: Exception, said: str) -> None:
+    assert stops.words(error).endswith(said) or said in stops.words(error)
+    assert "tensor(" not in stops.words(error)

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from . import stops
 from .inputs import DECODED, TOKENS, Example, examples
 from .ints import Expr, Tracked
 from .models import keeps_state
@@ -87,7 +88,7 @@ class Recorder(TorchDispatchMode):
             if result is None and func._schema.name == "aten::nonzero":
                 result, content = self._found(args[0])
             if result is None and isinstance(e, NotImplementedError):
-                raise TraceError(f"{self.where()}: {func} has no shape without numbers") from e
+                raise TraceError(f"{self.where()}: what {func._schema.name.split('::')[-1]} gives depends on a tensor's numbers") from e
             if result is None:
                 raise
         outputs, mutates, writes = list[int](), None, list[int]()
@@ -192,13 +193,6 @@ class Recorder(TorchDispatchMode):
 
     def where(self) -> str:
         return (self.calls[self.open[-1]].module if self.open else "") or "model"
-
-    def stopped(self, error: Exception) -> str:
-        """In words, why the model's own code ended where it did."""
-        said = str(error).splitlines()[0].rstrip(".") if str(error) else ""
-        if isinstance(error, LookupError | AttributeError) and "device='meta'" in said:
-            return f"{self.where()}: the model's code chooses something by a name that it makes of a tensor's number"
-        return f"{self.where()}: the model's code stops with {type(error).__name__}" + (f" ({said})" if said else "")
 
     def know(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
         """The content of a tensor that the code writes out."""
@@ -327,7 +321,7 @@ def record(model: PreTrainedModel, bypasses: bool, example: Example | None = Non
         try:
             model(**arguments, **options)
         except Exception as e:
-            raise TraceError(str(e) if isinstance(e, TraceError) else r.stopped(e), len(r.ops)) from e
+            raise TraceError(str(e) if isinstance(e, TraceError) else f"{r.where()}: {stops.words(e)}", len(r.ops)) from e
     return Trace(
         config=model.config,
         architecture=type(model).__name__,

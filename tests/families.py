@@ -78,6 +78,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "granite": lambda: tf.GraniteConfig(**EVEN, residual_multiplier=0.5, logits_scaling=2.0, attention_multiplier=0.3),
     "olmo": lambda: tf.OlmoConfig(**EVEN, clip_qkv=0.7),
     "stablelm-parallel": lambda: tf.StableLmConfig(**EVEN, partial_rotary_factor=0.5, use_parallel_residual=True),
+    "stablelm-qk": lambda: tf.StableLmConfig(**EVEN, partial_rotary_factor=0.5, qk_layernorm=True),  # a norm for each head
     "olmo2": lambda: tf.Olmo2Config(**EVEN),
     "olmo3": lambda: tf.Olmo3Config(**EVEN, sliding_window=WINDOW),
     "olmoe": lambda: tf.OlmoeConfig(**EVEN, num_experts=4, num_experts_per_tok=2),

@@ -28,7 +28,7 @@ from tests import families, tiny
 
 RECORDED = """mistral qwen3 gemma gemma2 gemma3 phi phi3 gpt-neox gpt-neox-sequential gptj opt cohere cohere-norm stablelm glm granite
 olmo starcoder2 olmo2 mixtral qwen2-moe qwen3-moe olmoe minimax-m2 gpt-oss bloom mpt falcon-7b falcon-rw falcon-40b
-deepseek-v2 deepseek-v3 stablelm-parallel olmo3"""
+deepseek-v2 deepseek-v3 stablelm-parallel stablelm-qk olmo3"""
 PROMPTS = [[5], [0, 100, 7, 33, 8], [9, 8, 7, 6, 5, 4, 3, 50, 60, 70, 80, 90]]
 
 

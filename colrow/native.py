@@ -129,6 +129,8 @@ PROGRAM = Library(
             "int8.h",
             "rows.h",
             "pairs.h",
+            "many.h",
+            "norm.h",
             "multiply.h",
             "choose.h",
             "elementwise.h",

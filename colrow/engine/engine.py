@@ -17,7 +17,7 @@ from typing import Any
 from ..comm.decide import on_rank_0
 from ..comm.group import Group
 from ..errors import UserError
-from ..parallel import prompt_attention
+from ..parallel import prompt_attention, prompt_norms, prompt_products
 from .account import Clock
 from .decoder import Decoder
 from .generate import Memory, Step, generate
@@ -44,6 +44,8 @@ class Engine:
     def __init__(self, model: Any, group: Group, tokenizer: Any = None, generation_config: Any = None, program: bool = True) -> None:
         self.model, self.group, self.tokenizer = model, group, tokenizer
         prompt_attention.install(model)
+        prompt_products.install(model)
+        prompt_norms.install(model)
         config = generation_config or getattr(model, "generation_config", None)
         self.eos = eos_ids(config, model.config, tokenizer)
         self.rules = rules_of(config, self.eos)

@@ -16,12 +16,12 @@ import torch
 
 from ..comm.collectives import gather_objects
 from ..comm.group import Group
-from ..kernels import prompt
+from ..kernels import many, prompt
 from .blocks import plain
 from .forward import Forward
 from .request import Run
 
-LEAST = 16  # tokens of a piece that may be joined to others
+LEAST = many.LEAST  # tokens of a piece that may be joined to others
 SEEN = (64, 64, LEAST)  # pieces that `joinable` tries
 
 

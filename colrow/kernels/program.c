@@ -7,7 +7,8 @@
 #define _GNU_SOURCE
 #include "attend.h"
 #include "multiply.h"
-#include "rows.h"
+#include "norm.h"
+#include "many.h"
 
 #ifndef COLROW_DIGEST
 #define COLROW_DIGEST "unknown"
@@ -124,6 +125,11 @@ API int64_t kp_run(Program *p, const Row *rows, int count, int64_t *at, int resu
 /* ---- Beside it ---- */
 
 API void kp_rows(const Block *block, int64_t n, int dtype, void *out, int64_t part, int64_t parts) { rows_of(block, n, dtype, out, part, parts); }
+
+API int kp_many_helps(void) { return many_helps(); }
+API int kp_norm_helps(void) { return has_pairs(); }
+API int kp_many(const Many *m, int64_t part, int64_t parts) { return many(m, part, parts); }
+API void kp_norm(const Norm *norm, int64_t part, int64_t parts) { norms(norm, part, parts); }
 
 /* ---- Its life ---- */
 

@@ -47,17 +47,21 @@ SIMD static void group_rows(const int8_t *weights, const float *scales, int dtyp
     }
 }
 
+/* The rows of the panel that begins with row `first`, to out [rows, n]. */
+static void panel_rows(const Block *block, int64_t first, int64_t n, int dtype, char *out) {
+    const int64_t groups = (n + GROUP - 1) / GROUP, unit = dtype == F32 ? 4 : 2;
+    const int64_t rows = block->rows - first < PANEL_ROWS ? block->rows - first : PANEL_ROWS;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = g * GROUP, count = n - at < GROUP ? n - at : GROUP;
+        group_rows((const int8_t *)block->weight + (first * groups + g * PANEL_ROWS) * GROUP, block->scale + first * groups + g * PANEL_ROWS,
+                   dtype, out + at * unit, rows, count, n);
+    }
+}
+
 /* The `part`-th of `parts` shares of out [rows, n], which threads may write at the same time. */
 static void rows_of(const Block *block, int64_t n, int dtype, char *out, int64_t part, int64_t parts) {
-    const int64_t groups = (n + GROUP - 1) / GROUP, unit = dtype == F32 ? 4 : 2;
-    for (int64_t first = part * PANEL_ROWS; first < block->rows; first += parts * PANEL_ROWS) {
-        const int64_t rows = block->rows - first < PANEL_ROWS ? block->rows - first : PANEL_ROWS;
-        for (int64_t g = 0; g < groups; g++) {
-            const int64_t at = g * GROUP, count = n - at < GROUP ? n - at : GROUP;
-            group_rows((const int8_t *)block->weight + (first * groups + g * PANEL_ROWS) * GROUP,
-                       block->scale + first * groups + g * PANEL_ROWS, dtype, out + (first * n + at) * unit, rows, count, n);
-        }
-    }
+    for (int64_t first = part * PANEL_ROWS; first < block->rows; first += parts * PANEL_ROWS)
+        panel_rows(block, first, n, dtype, out + first * n * (dtype == F32 ? 4 : 2));
 }
 
 #endif

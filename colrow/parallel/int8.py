@@ -24,6 +24,7 @@ from ..checkpoint.pages import empty
 from ..kernels.library import GROUP
 from ..kernels.panels import ROWS, packed, padded
 from ..kernels.panels import rows as rows_of
+from .prompt_products import Linear
 
 STEPS = 127  # of a scale, in each direction
 
@@ -73,7 +74,7 @@ def quantize_layers(model: nn.Module) -> Quantized:
         module.register_buffer("int8", numbers, persistent=False)
         module.register_buffer("scales", scales, persistent=False)
         del module._parameters["weight"]
-        kind: Any = type(module)
+        kind: Any = Linear if type(module) is nn.Linear else type(module)
         module.__class__ = _int8_class(kind)
         made = module.weight.float()
         error += float((made - weight.float()).square().sum())

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from ..comm import collectives, regions
@@ -28,6 +27,7 @@ from ..partition import Partition, whole
 from . import overlap
 from .gradients import sum_copies
 from .pending import Due, Pending
+from .prompt_products import linear
 
 if TYPE_CHECKING:
     from .sequence import Sequence
@@ -77,7 +77,8 @@ class ColumnParallelLinear(nn.Linear):
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return overlap.product(self, regions.copy_to(input, self.group, self.name) if self.copy_input else input, super().forward)
+        x = regions.copy_to(input, self.group, self.name) if self.copy_input else input
+        return overlap.product(self, x, lambda x: linear(self, x, self.bias))
 
 
 class RowParallelLinear(nn.Linear):
@@ -112,7 +113,7 @@ class RowParallelLinear(nn.Linear):
         return layer
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        partial = F.linear(taken(self, input), self.weight)
+        partial = linear(self, taken(self, input), None)
         return partial if self.deferred else self.add_up(partial)
 
     def add_up(self, partial: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""many.h from Python: products of a prompt's tokens with weights in bfloat16 or int8, where the processor multiplies pairs of bfloat16
+itself and has nothing faster (AMX), which torch's products use."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import c_int64, c_void_p
+
+import torch
+
+from .. import native
+from . import library as c
+from .parts import in_parts
+
+LEAST = 16  # tokens for which torch's products, which have code of their own for a few, are left
+
+
+class Many(ctypes.Structure):
+    """As in many.h."""
+
+    _fields_ = (
+        ("block", c.Block),
+        *((name, c_int64) for name in ("n", "count", "x_stride")),
+        *((name, c_void_p) for name in ("x", "bias", "out")),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """None where it cannot be had, or does nothing for this processor."""
+    try:
+        found = c.library()
+    except native.NativeUnavailable:
+        return None
+    found.kp_many.argtypes = [ctypes.POINTER(Many), c_int64, c_int64]
+    return found if found.kp_many_helps() else None
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, rows: int, bias: torch.Tensor | None
+) -> torch.Tensor | None:
+    """x Wᵀ + bias, [..., rows] of x [..., n], all in bfloat16 on the CPU; a weight with `scales` is int8 in panels (panels.py). A token's
+    results are the same bits alone and beside others. None where the library cannot do it, and for less than `LEAST` tokens."""
+    n, found = x.shape[-1], library()
+    if found is None or n == 0 or n % 2 or rows == 0 or x.numel() < LEAST * n or not weight.is_contiguous():
+        return None
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    if any(t.dtype not in (torch.bfloat16, torch.int8) or t.device.type != "cpu" for t in tensors):
+        return None
+    given = x.reshape(-1, n)
+    given = given if given.stride(1) == 1 else given.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    out = x.new_empty(*x.shape[:-1], rows)
+    block = c.Block(weight.data_ptr(), None if scales is None else scales.data_ptr(), rows, 0)
+    places = (given.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
+    asked = Many(block, n, len(given), given.stride(0), *places)
+    asked.tensors = given, weight, scales, bias, out  # of threads that go on where Ctrl-C ends this call
+    if any(in_parts(found.kp_many, asked)):
+        raise MemoryError("no memory for the products of a prompt")
+    return out

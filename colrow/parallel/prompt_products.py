@@ -1,0 +1,42 @@
+"""Products of a prompt in bfloat16 on a CPU, by kernels/many.h where it helps: faster than torch's there, and a token's results are the
+same bits whatever other tokens there are.
+
+Layers look at the mark that `install` leaves, as attention does (prompt_attention.py). Not here: single tokens, other dtypes and devices,
+gradients; they are torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..kernels import many
+
+
+class Linear(nn.Linear):
+    """nn.Linear, a prompt's products apart."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(self, input, self.bias)
+
+
+def install(model: nn.Module) -> None:
+    """The model's linear layers may make prompts' products by `many` from now on, those that are not cut too."""
+    for module in model.modules():
+        module.colrow_prompts = True  # type: ignore[assignment]
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+
+
+def linear(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x Wᵀ + bias, by a layer with nn.Linear's weight."""
+    if x.dtype is torch.bfloat16 and getattr(layer, "colrow_prompts", False) and not torch.is_grad_enabled():
+        numbers = layer._buffers.get("int8")
+        weight, scales = (layer.weight, None) if numbers is None else (numbers, layer.scales)
+        made = many.product(x, weight, scales, layer.out_features, bias)
+        if made is not None:
+            return made
+    return F.linear(x, layer.weight, bias)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from colrow.engine.engine import RowText
 from colrow.engine.stopping import Finish, Limits, StopText, context_limit, eos_ids
 from colrow.errors import UserError
 from tests import tiny
+from tests.test_engine_text import byte_fallback, byte_level
 
 
 def feed(stops: list[str], pieces: list[str]) -> tuple[list[str], bool]:
@@ -74,3 +77,68 @@ def test_ids_and_limits_from_configs() -> None:
     }
     assert context_limit(tiny.config("llama")) == 64
     assert context_limit(tiny.config("gpt2", n_positions=32)) == 32
+
+
+FAMILY = "👩\u200d👩\u200d👧\u200d👦"  # one picture of seven characters, 25 bytes
+TEXTS = {
+    "emoji": ("ab😀😁cd😀", ["😁", "😁c", "😀😁", "😀cd", "d😀", "😎"]),
+    "combined": (
+        f"x{FAMILY}y👩\u200d👦!",
+        [FAMILY, "👦!", "\u200d👧", "👦y", "👩\u200d👦", "👩\u200d👦!", FAMILY + "z", "👩\u200d👩\u200d👦"],
+    ),
+    "variants": ("a❤\ufe0fb❤c🇩🇪🇪🇺", ["❤\ufe0f", "❤c", "🇪🇪", "🇪🇺", "❤\ufe0e"]),  # flags are pairs of letters: Germany's, then Europe's
+    "accents": ("né ne\u0301e e\u0301", ["\u0301e", "é", "e\u0301", "e\u0301!", "\u00e8"]),  # as it is written: é is not e and an accent
+    "words": ("日本語のテキスト。はい", ["語の", "。", "。は", "はいえ", "スト。はい"]),
+    "bytes that are none": ("ab", ["b"]),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", TEXTS)
+def test_stop_strings_whose_characters_are_split_over_tokens(name: str, size: int) -> None:
+    """Tokens of `size` bytes, so that a token may end one character and begin the next, and hold the stop string and text behind it. The
+    answer ends with the first token that completes a stop string; nothing of it is shown, and nothing before it is lost."""
+    text, stops = TEXTS[name]
+    data = text.encode() + (b"\xff\xf0\x9f" if name == "bytes that are none" else b"")
+    tokens = [data[at : at + size] for at in range(0, len(data), size)]
+
+    class Bytes:
+        letters = byte_level()
+
+        def decode(self, ids: list[int], **_: bool) -> str:
+            return self.letters.decode([byte for at in ids for byte in tokens[at]])
+
+    for chosen in [[], *([stop] for stop in stops), stops]:
+        row, shown, ended = RowText(Bytes(), chosen, frozenset()), "", None
+        for at in range(len(tokens)):
+            ended = row.push(at)
+            shown += row.take(ended)
+            assert "\ufffd" not in shown.rstrip("\ufffd")
+            if ended:
+                break
+        shown += row.take(Finish.LENGTH) if not ended else ""
+        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in chosen if stop in text]
+        if found:
+            end, start = min(found)
+            assert (ended, shown) == (Finish.STOP, text[:start]), chosen
+            assert at == (len(text[:end].encode()) - 1) // size, "with the token that has the last byte"
+        else:
+            assert (ended, shown.rstrip("\ufffd")) == (None, text), chosen
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_is_shown_before_is_not_taken_back(name: str, make: Any) -> None:
+    """With both kinds of decoders: what comes piece by piece grows to what is there in the end, and is held back no longer than needed."""
+    text, stops = TEXTS[name]
+    for stop in stops:
+        row, shown = RowText(make(), [stop], frozenset()), ""
+        for at, byte in enumerate(text.encode()):
+            ended = row.push(byte)
+            shown += row.take(ended)
+            seen = text.encode()[: at + 1].decode(errors="ignore")
+            held = max(n for n in range(len(stop)) if seen.endswith(stop[:n]))
+            assert shown == (text[: text.find(stop)] if ended else seen[: len(seen) - held])
+            if ended:
+                break
+        assert bool(ended) == (stop in text)

@@ -16,7 +16,7 @@ from .adjoint import Gradients, backward
 from .covered import count, covered, is_alone
 from .cuts import Cut, CutError, Cuts, cut_axis, cut_blocks, cut_fewer, cut_heads
 from .edits import Uses
-from .factors import Node, leaves, resolve, size
+from .factors import COUNTS, Node, leaves, resolve, size
 from .flow import Flow, Problem
 from .graph import Border, Graph
 from .lengths import names
@@ -125,7 +125,7 @@ class _Chooser:
         """A candidate with its cut and price; None, with a reason kept, where it cannot or should not be cut."""
         trouble = next((leaf.flag for leaf in candidate.leaves if leaf.flag), "")
         if trouble:
-            self._reject(candidate, f"mixed by {trouble}")
+            self._reject(candidate, f"it {trouble}" if trouble == COUNTS else f"mixed by {trouble}")
             return None
         if any(self._twice(leaf) for leaf in candidate.leaves):
             self._reject(candidate, "it occurs twice in one tensor")

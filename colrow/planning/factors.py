@@ -18,6 +18,8 @@ from typing import TypeAlias
 from . import lengths
 from .lengths import Length
 
+COUNTS = "counts the segments of a fused tensor"  # a flag that says what a factor does, not what mixes it
+
 
 class Node:
     """One factor. Use `find` before reading anything of it: a unified node lives on in another one."""
@@ -185,7 +187,7 @@ class Factors:
         for other in inners[1:]:
             self.unify(inners[0], other)
         alone = all(not resolve(o) for o in outers)  # each segment is just `inner`: the outer part counts segments
-        outer = [self.node(len(parts), "counts the segments of a fused tensor")] if alone else self.concatenate(outers)
+        outer = [self.node(len(parts), COUNTS)] if alone else self.concatenate(outers)
         self._become(node, [*outer, *inners[0]])
         return True
 
@@ -195,7 +197,7 @@ class Factors:
         groups = [self.concatenate([[p] for p in parts[i : i + step]]) for i in range(0, len(parts), step)]
         for other in groups[1:]:
             self.unify(groups[0], other)
-        self._become(node, [self.node(len(groups), "counts the segments of a fused tensor"), *groups[0]])
+        self._become(node, [self.node(len(groups), COUNTS), *groups[0]])
         return True
 
     def _become(self, node: Node, dim: list[Node]) -> None:

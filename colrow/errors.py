@@ -32,5 +32,16 @@ class UserError(ColrowError):
         return (type(self), (self.what, self.value, self.works))
 
 
+def first_line(error: BaseException) -> str:
+    """What somebody else's error says, short enough to be a part of one line.
+
+    >>> first_line(ValueError("a long story")), first_line(KeyError())
+    ('a long story', 'KeyError')
+    """
+    lines = [line.strip() for line in str(error).strip().split("\n")]
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return said[:160].rstrip(".") or type(error).__name__
+
+
 class RankError(ColrowError):
     """A rank died, hangs, or asked for another collective than its peers. The text names the rank and the call site."""

@@ -134,3 +134,32 @@ class TestBin:
         torch.save({"x": Evil()}, tmp_path / "pytorch_model.bin")
         refuses(tmp_path, "pytorch_model.bin", "code")
         assert not (tmp_path / "ran").exists()
+
+
+class TestOfNoUse:
+    """What came to the user as "rank 0 failed", with a Python error."""
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("num_attention_heads", 0), ("hidden_size", None), ("hidden_size", "many"), ("dtype", "float99")]
+    )
+    def test_a_config_whose_fields_are_none(self, folder, field, value):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, field: value}))
+        with pytest.raises(UserError, match="cannot read .*config.json, got ...") as error:
+            model_dir.find(str(folder)).config()
+        assert "\n" not in str(error.value)
+
+    def test_weights_that_cannot_be_opened(self, tmp_path):
+        folder = files.save(tiny.whole(tiny.config("llama")), tmp_path, "1GB")
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").symlink_to("nowhere")
+        with pytest.raises(UserError, match="cannot be opened, got No such file"):
+            model_dir.find(str(folder)).source()
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors").mkdir()
+        with pytest.raises(UserError, match="cannot be opened, got Is a directory"):
+            model_dir.find(str(folder)).source()
+        (folder / "model.safetensors").rmdir()
+        (folder / "pytorch_model.bin").write_bytes(b"abc" * 100)
+        with pytest.raises(UserError, match="is damaged"):
+            model_dir.find(str(folder)).source()

@@ -142,3 +142,9 @@ def test_what_is_shown_before_is_not_taken_back(name: str, make: Any) -> None:
             if ended:
                 break
         assert bool(ended) == (stop in text)
+
+
+@pytest.mark.parametrize("given", ["x", [3, "x"], {"a": 1}, 2.5])
+def test_an_end_that_is_no_token_is_refused(given: object) -> None:
+    with pytest.raises(UserError, match="is no token"):
+        eos_ids(SimpleNamespace(eos_token_id=given))

@@ -6,7 +6,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from colrow.engine.prompts import encode
 from colrow.engine.text import TextStream
+from colrow.errors import UserError
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -104,3 +106,12 @@ def test_spaces_before_words_and_special_tokens() -> None:
     assert stream(tokenizer, [256, 257, 258]) == ["Hello", " world", "!", ""]
     assert stream(tokenizer, [256, special, 257, special]) == ["Hello", "", " world", "", ""]
     assert stream(tokenizer, [256, 259, 256]) == ["Hello", " ", " Hello", ""]
+
+
+def test_a_template_that_is_wrong_or_refuses_is_said_in_one_line() -> None:
+    tokenizer = byte_level()
+    for template, why in (("{{ messages", "unexpected end"), ("{{ raise_exception('no system please') }}", "no system please")):
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match=f"chat template refuses the conversation, got {why}"):
+            encode(tokenizer, "Hi")
+        assert encode(tokenizer, "Hi", raw=True)

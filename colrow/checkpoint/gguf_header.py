@@ -17,6 +17,7 @@ from typing import Any
 import gguf
 
 from ..errors import UserError
+from .source import size_of
 
 # type number -> struct format of the fixed-size metadata values; 8 is a string, 9 an array
 FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -93,7 +94,7 @@ class _Cursor:
 
 def read(path: Path) -> Header:
     """UserError naming the file where it is not a whole GGUF file."""
-    size = path.stat().st_size
+    size = size_of(path)
     if not size:
         raise UserError(f"{path} is empty", "0 bytes", AGAIN)
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

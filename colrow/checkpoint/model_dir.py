@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from . import quantized
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class ModelFiles:
             return gguf.config(self.path)
         try:
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=self.trust_remote_code, local_files_only=True)
-        except (ValueError, OSError, KeyError, TypeError, ImportError) as e:
+        except Exception as e:  # each class of config checks its fields in its own way, and some divide by them
             raise self._config_error(e) from e
         if self.kind == "config":
             return config
@@ -71,7 +71,7 @@ class ModelFiles:
                 return PreTrainedTokenizerFast.from_pretrained(self.path.parent, gguf_file=self.path.name)
             found = AutoTokenizer.from_pretrained(self.path, trust_remote_code=self.trust_remote_code, local_files_only=True)
         except Exception as e:  # tokenizers raise a bare Exception for a damaged file
-            raise UserError(what, _first_line(e), works) from e
+            raise UserError(what, first_line(e), works) from e
         if len(found) <= len(found.all_special_tokens):  # what transformers makes for some models where there are no files
             raise UserError(what, "an empty vocabulary", works)
         return found
@@ -117,7 +117,7 @@ class ModelFiles:
                 f"{self.name} needs Python code that comes with it", data.get("model_type"), "--trust-remote-code, if you trust it"
             )
         return UserError(
-            f"transformers cannot read {self.path / 'config.json'}", _first_line(error), "a config.json with a known model_type"
+            f"transformers cannot read {self.path / 'config.json'}", first_line(error), "a config.json with a known model_type"
         )
 
 
@@ -169,7 +169,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return data if isinstance(data, dict) else {}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:160] or type(error).__name__

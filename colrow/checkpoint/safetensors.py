@@ -20,7 +20,7 @@ import torch
 
 from ..errors import UserError
 from ..partition import Range
-from .source import Files, TensorInfo, beginning, read_plain
+from .source import Files, TensorInfo, beginning, read_plain, size_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -126,7 +126,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 def read_header(path: Path) -> dict[str, Place]:
     """Every tensor of one file with its place. UserError naming the file where it is not a whole safetensors file."""
-    size = path.stat().st_size
+    size = size_of(path)
     if not size:
         raise UserError(f"{path} is empty", "0 bytes", AGAIN)
     with open(path, "rb") as file:

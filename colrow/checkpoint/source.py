@@ -157,6 +157,15 @@ def read_plain(
     return out
 
 
+def size_of(path: Path) -> int:
+    """Bytes of a file of weights. UserError where it cannot be opened: a link to nothing, a directory, somebody else's."""
+    try:
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise UserError(f"{path} cannot be opened", error.strerror, "a file of weights that you may read") from error
+
+
 def beginning(path: Path) -> str:
     """What a file that is not what it should be looks like, in words."""
     with open(path, "rb") as file:

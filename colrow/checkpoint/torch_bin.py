@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..partition import Range
 from .pages import empty
 from .safetensors import read_weight_map
-from .source import TensorInfo, local_shape
+from .source import TensorInfo, local_shape, size_of
 
 INDEX = "pytorch_model.bin.index.json"
 SINGLE = "pytorch_model.bin"
@@ -65,14 +65,14 @@ def open_directory(path: Path) -> BinSource | None:
 
 
 def _load(path: Path) -> dict[str, tuple[torch.Tensor, Path]]:
-    if not path.stat().st_size:
+    if not size_of(path):
         raise UserError(f"{path} is empty", "0 bytes", "delete it and download it again")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
     except pickle.UnpicklingError as e:
         raise UserError(f"{path} holds more than weights or is damaged, and opening it could run code", works="safetensors files") from e
-    except (RuntimeError, EOFError, OSError, ValueError) as e:
-        raise UserError(f"{path} is damaged", str(e).split("\n")[0][:120], "delete it and download it again") from e
+    except Exception as e:  # the unpickler trusts the bytes: an empty stack is an IndexError
+        raise UserError(f"{path} is damaged", first_line(e), "delete it and download it again") from e
     if not isinstance(state, dict) or not all(isinstance(t, torch.Tensor) for t in state.values()):
         raise UserError(f"{path} is not a dict of tensors", type(state).__name__, "the file that save_pretrained() wrote")
     return {key: (tensor, path) for key, tensor in state.items()}

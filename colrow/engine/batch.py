@@ -50,14 +50,15 @@ class Batch:
         self._blocks = Blocks()
         engine.decoder.prepare()
         self._program = engine.decoder.program
-        self._joins = joined.joinable(self._forward, engine.group, engine.context)
+        whole = not engine.decoder.continues
+        self._joins = not whole and joined.joinable(self._forward, engine.group, engine.context)
         self._together = Together(self._forward) if fast and self._program is None else None
         self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
         def text(request: Request) -> RowText:
             return RowText(engine.tokenizer, request.stop, frozenset() if request.ignore_eos else engine.eos)
 
-        self.scheduler = Scheduler(cache_tokens, engine.eos, engine.context, text, **options) if self.group.rank == 0 else None
+        self.scheduler = Scheduler(cache_tokens, engine.eos, engine.context, text, whole=whole, **options) if self.group.rank == 0 else None
 
     def add(self, request: Request) -> None:
         """Rank 0: the request takes part from the next step on, or waits for room."""

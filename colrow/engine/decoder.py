@@ -21,10 +21,12 @@ from ..comm.collectives import gather_objects
 from ..comm.group import Group
 from ..errors import RankError
 from . import compiled, recorded
+from .continuing import continues
 from .forward import Forward
 from .program import Program
 from .slots import Slot, halves
 from .state import state
+from .stopping import context_limit
 from .tape import Attended, NotRecorded, Tape
 from .translate import Translate
 
@@ -47,11 +49,21 @@ class Decoder:
         self._model, self._group, self._wanted = model, group, wanted
         self._forward = Forward(model)
         self._seen: Any = None
+        self._continues: bool | None = None
 
     @property
     def steps(self) -> str:
         """How steps are made, for the user."""
         return f"decoding: {len(self.program.code)} instructions in C" if self.program else f"decoding: the model's modules ({self.why})"
+
+    @property
+    def continues(self) -> bool:
+        """Whether several tokens may go on from a cache (continuing.py). Asked after `prepare`; a collective at first. What a program is
+        made of leaves nothing to look for."""
+        if self._continues is None:
+            limit = context_limit(self._forward.model.config)
+            self._continues = self.program is not None or continues(self._forward, self._group, limit)
+        return self._continues
 
     def prepare(self) -> None:
         """Makes the program and compares it, unless there is one for this state of the model. A collective: parts change alike."""

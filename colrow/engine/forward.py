@@ -47,6 +47,9 @@ class Forward:
             arguments["attention_mask"] = mask
             if self.takes_positions:
                 arguments["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        elif past is not None and self.takes_positions and isinstance(past, Cache):  # some models would count from 0 again (Bamba)
+            first = past.get_seq_length()
+            arguments["position_ids"] = torch.arange(first, first + ids.shape[1], device=ids.device)[None].expand(len(ids), -1)
         out = self._run(arguments)
         return (out.logits if every else out.logits[:, -1]), _counting(self._past(out))
 
@@ -55,6 +58,11 @@ class Forward:
         said = {"position_ids": positions} if self.takes_positions else {}
         arguments = {"input_ids": ids, **said, str(self._cache_arg): past, "use_cache": True, **self._keep}
         return self._run(arguments).logits[:, -1]
+
+    @torch.inference_mode()
+    def begun(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The cache of `ids` [rows, tokens] at these `positions`, of a model that takes them."""
+        return self._past(self._run({"input_ids": ids, "position_ids": positions, "use_cache": True, **self._keep}))
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         with local_logits(self.model):

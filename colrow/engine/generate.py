@@ -109,7 +109,8 @@ def _steps(
         prompts, memory = forward.starts, None
     history = [list(prompt) for prompt in prompts]
     finished: list[Finish | None] = [None] * len(prompts)
-    past, new = memory.take(prompts[0]) if memory is not None else (None, None)
+    goes_on = memory is not None and (decoder or Decoder(model, group, wanted=False)).continues
+    past, new = memory.take(prompts[0]) if memory is not None and goes_on else (None, None)
     ids, mask = left_pad(prompts if new is None else [new], pad=0)
     ids, mask = ids.to(group.device), None if mask is None else mask.to(group.device)
     number = 0

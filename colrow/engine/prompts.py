@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -31,7 +31,7 @@ def check_text(text: str) -> str:
 def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> list[int]:
     """Token ids of the prompt. A text becomes the user's turn of a conversation where there is a chat template and `raw` is not set; else
     it is continued as it stands, after the beginning-of-text token where the tokenizer adds one. UserError where it is empty, no
-    Unicode, or there is no tokenizer."""
+    Unicode, refused by the template, or there is no tokenizer."""
     if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
         return [token for token in prompt if isinstance(token, int)]
     if tokenizer is None:
@@ -43,8 +43,18 @@ def encode(tokenizer: Any, prompt: Prompt, raw: bool = False) -> list[int]:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if not has_template(tokenizer):
         raise UserError("the model has no chat template", works="a text prompt, or an instruct model")
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    text = fill_template(tokenizer, messages)
     return list(tokenizer(check_text(text), add_special_tokens=False)["input_ids"])  # the template writes its own special tokens
+
+
+def fill_template(tokenizer: Any, messages: Sequence[Any]) -> str:
+    """The conversation as the model's chat template writes it. UserError where the template refuses it."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates are programs that come with the model, and refuse roles or orders in their own ways
+        raise UserError(
+            "the model's chat template refuses the conversation", first_line(error), "the raw text, or messages that it takes"
+        ) from error
 
 
 def check_list(prompts: object) -> None:

@@ -75,7 +75,8 @@ class Chosen:
 
 class Scheduler:
     """`cache_tokens`: positions that all caches together may hold. `text(request)` makes the text of a new sequence. `eos`, `context`: as
-    in stopping.Limits. `share`: whether beginnings of prompts are kept; it may be set to False later."""
+    in stopping.Limits. `share`: whether beginnings of prompts are kept; it may be set to False later. `whole`: a prompt is one piece
+    (continuing.py says for which models)."""
 
     def __init__(
         self,
@@ -87,11 +88,13 @@ class Scheduler:
         max_running: int = 64,
         clock: Callable[[], float] = time.monotonic,
         share: bool = True,
+        whole: bool = False,
     ) -> None:
         self.cache_tokens, self.eos, self.context, self.chunk, self.max_running = cache_tokens, eos, context, chunk, max_running
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # in order of arrival
-        self.prefixes, self.share, self.shared, self.paused = Prefixes(), share, 0, 0  # of all requests: positions not computed; pauses
+        self.prefixes, self.share, self.whole = Prefixes(), share and not whole, whole
+        self.shared, self.paused = 0, 0  # of all requests: positions not computed; pauses
         self._text, self._clock, self._number = text, clock, 0
         self._dropped: list[int] = []
         self._forgotten: list[int] = []
@@ -148,7 +151,7 @@ class Scheduler:
             if room < prompt - at <= self.chunk:
                 continue  # a short prompt waits for a step that has room for all of it: its pieces read weights once then
             while at < prompt:
-                end = min(next_cut(at, self.chunk), prompt)
+                end = prompt if self.whole else min(next_cut(at, self.chunk), prompt)
                 size = end - at + (len(sequence.request.source) if at == 0 else 0)  # what an encoder reads, it reads at once
                 if (size > room and room < self.chunk) or self._comes(sequence, at, end):
                     break

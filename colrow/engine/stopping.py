@@ -59,11 +59,15 @@ class Limits:
 
 
 def eos_ids(*sources: Any) -> frozenset[int]:
-    """The end-of-sequence ids that a generation config, config or tokenizer names: one id, a list of them, or None each."""
+    """The end-of-sequence ids that a generation config, config or tokenizer names: one id, a list of them, or None each. UserError for
+    anything else."""
     found: set[int] = set()
     for source in sources:
         value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
+        named = [value] if isinstance(value, int) else value or []
+        if not isinstance(named, list | tuple) or not all(isinstance(token, int) for token in named):
+            raise UserError(f"the eos_token_id of {type(source).__name__} is no token", repr(value), "a token's number, or a list of them")
+        found.update(named)
     return frozenset(found)
 
 

@@ -234,7 +234,7 @@ def _plausible(found: Preset) -> Preset:
     for field in fields(found):
         value = getattr(found, field.name)
         numeric = field.type in ("float", "int")
-        if numeric and not (isinstance(value, float | int) and 0 <= value < inf) or field.name in RATES and not value:
+        if (numeric and not (isinstance(value, float | int) and 0 <= value < inf)) or (field.name in RATES and not value):
             raise ValueError(f"{field.name} is {value!r}")
     return found
 

@@ -1,0 +1,68 @@
+"""Models whose caches several tokens cannot go on from: Mamba's states begin again with zeros there, and rotary frequencies that depend on
+the length leave keys behind that were turned by others. Their prompts go through the model whole, and a conversation is read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from colrow.comm.group import single
+from colrow.comm.local import run_threads
+from colrow.engine.continuing import continues
+from colrow.engine.engine import Engine
+from colrow.engine.forward import Forward
+from colrow.engine.generate import Memory, generate
+from colrow.engine.request import Request
+from colrow.engine.stopping import Limits, context_limit
+
+from . import families, tiny
+from .test_engine_batch import CONFIG, answers, at_once, serve
+from .test_engine_generate import reference
+
+SIZES: dict[str, Any] = {**families.SIZES, **CONFIG}
+PAIRS: dict[str, Any] = {**SIZES, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 12,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+}
+ALSO: dict[str, Callable[[], Any]] = {
+    "mamba": lambda: tf.MambaConfig(**tiny.TOKENS | CONFIG, hidden_size=36, num_hidden_layers=2, state_size=5),
+    "longrope": lambda: tf.LlamaConfig(**PAIRS, rope_parameters=LONG),
+    "bamba": lambda: tf.BambaConfig(
+        **PAIRS, attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=16
+    ),
+}
+PROMPT = [(7 * at + 3) % 256 for at in range(21)]
+
+
+@pytest.mark.parametrize("name", ALSO)
+def test_answers_are_those_of_transformers_in_a_server_and_in_a_conversation(name: str) -> None:
+    """The batch reads prompts in pieces of 8 where it may. Bamba's code, not told otherwise, counts each new token as the first."""
+    model = tiny.whole(ALSO[name](), torch.float64, attention=None)
+    for p in model.parameters():
+        p.data.mul_(4)  # so that what came long before counts
+    expected = reference(model, PROMPT, 8)
+    requests = [Request(1, tuple(PROMPT), max_new_tokens=8), Request(2, tuple(PROMPT[:10]), max_new_tokens=8)]
+    for outputs in (serve(single(), model, at_once(requests)), run_threads(serve, 2, model, at_once(requests))[0]):
+        assert answers(outputs)[1][0] == expected
+    memory = Memory()
+    for known in (9, 21):
+        steps = [step.tokens[0] for step in generate(model, single(), [PROMPT[:known]], limits=Limits(8), memory=memory)]
+        memory.ids = PROMPT[:known] if known < 21 else memory.ids  # what was answered is no part of the next turn here
+    assert steps == expected
+
+
+def test_which_caches_may_be_gone_on_from() -> None:
+    cut = {"mamba": False, "longrope": False, "bamba": False, "mistral": True, "gemma3": True, "bloom": True, "falcon-h1": False}
+    for name, expected in cut.items():
+        model = tiny.whole(ALSO[name]() if name in ALSO else families.FAMILIES[name](), torch.float32, attention=None)
+        assert continues(Forward(model), single(), context_limit(model.config)) is expected, name
+    engine = Engine(tiny.whole(tiny.config("llama"), torch.float32), single())
+    assert engine.decoder.continues, "without a program it is looked at"

@@ -131,8 +131,8 @@ def test_an_engine_reads_prompts_so(family: str, int8: bool, monkeypatch: pytest
         exact = copy.deepcopy(whole).double()(ids).logits[:, -1]
     scale, made, own = float(exact.abs().max()), list[int](), many.product
 
-    def watched(*args: Any) -> Any:
-        out = own(*args)
+    def watched(*args: Any, **more: Any) -> Any:
+        out = own(*args, **more)
         made.append(out is not None)
         return out
 

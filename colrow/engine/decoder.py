@@ -20,7 +20,7 @@ from .. import native
 from ..comm.collectives import gather_objects
 from ..comm.group import Group
 from ..errors import RankError
-from . import compiled, recorded
+from . import compiled, recorded, tail
 from .continuing import continues
 from .forward import Forward
 from .program import Program
@@ -85,6 +85,7 @@ class Decoder:
             return
         vocab = model.config.get_text_config().vocab_size
         tokens = [(7 * at + 3) % vocab for at in range(BEFORE + BESIDE)]
+        tail.find(model, group)
         if model.config.is_encoder_decoder:
             self._forward = Translate(model, [tokens[::-1]], group.device)  # anew: it keeps what the encoder made
         own = recorded.has_own_attention(model) and not model.config.is_encoder_decoder

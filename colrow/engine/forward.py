@@ -17,6 +17,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..errors import UserError
+from ..kernels.many import LEAST
+from ..parallel.prompt_products import last_alone
 from ..partition import Partition
 from ..planning.inputs import CACHES, rereads
 
@@ -50,7 +52,8 @@ class Forward:
         elif past is not None and self.takes_positions and isinstance(past, Cache):  # some models would count from 0 again (Bamba)
             first = past.get_seq_length()
             arguments["position_ids"] = torch.arange(first, first + ids.shape[1], device=ids.device)[None].expand(len(ids), -1)
-        out = self._run(arguments)
+        with last_alone() if not every and ids.shape[1] >= LEAST else nullcontext():
+            out = self._run(arguments)
         return (out.logits if every else out.logits[:, -1]), _counting(self._past(out))
 
     def at(self, ids: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:

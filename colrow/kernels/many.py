@@ -38,12 +38,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, rows: int, bias: torch.Tensor | None
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, rows: int, bias: torch.Tensor | None, few: bool = False
 ) -> torch.Tensor | None:
     """x Wᵀ + bias, [..., rows] of x [..., n], all in bfloat16 on the CPU; a weight with `scales` is int8 in panels (panels.py). A token's
-    results are the same bits alone and beside others. None where the library cannot do it, and for less than `LEAST` tokens."""
+    results are the same bits alone and beside others. None where the library cannot do it, and for less than `LEAST` tokens unless they
+    are `few` of more."""
     n, found = x.shape[-1], library()
-    if found is None or n == 0 or n % 2 or rows == 0 or x.numel() < LEAST * n or not weight.is_contiguous():
+    if found is None or n == 0 or n % 2 or rows == 0 or x.numel() < (n if few else LEAST * n) or not weight.is_contiguous():
         return None
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if any(t.dtype not in (torch.bfloat16, torch.int8) or t.device.type != "cpu" for t in tensors):

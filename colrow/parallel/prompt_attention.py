@@ -14,6 +14,9 @@ marked the module, and leaves all else to transformers': single tokens, other dt
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,8 +38,27 @@ def install(model: nn.Module) -> None:
         AttentionInterface.register("sdpa", sdpa)
 
 
+class _Now(threading.local):
+    listener: Callable[[], None] | None = None
+
+
+_now = _Now()
+
+
+@contextmanager
+def listening(listener: Callable[[], None]) -> Iterator[None]:
+    """Within, each call of what "sdpa" stands for is told."""
+    before, _now.listener = _now.listener, listener
+    try:
+        yield
+    finally:
+        _now.listener = before
+
+
 def sdpa(module: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """What "sdpa" stands for in transformers' registry once something is installed."""
+    if _now.listener is not None:
+        _now.listener()
     function = prompt_attention if getattr(module, "colrow_prompts", False) else sdpa_attention_forward
     return function(module, *args, **kwargs)
 

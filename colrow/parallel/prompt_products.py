@@ -7,6 +7,9 @@ gradients; they are torch's.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,12 +34,31 @@ def install(model: nn.Module) -> None:
             module.__class__ = Linear
 
 
+class _Now(threading.local):
+    last = False
+
+
+_now = _Now()
+
+
+@contextmanager
+def last_alone() -> Iterator[None]:
+    """Within, layers that are marked `colrow_tail` compute the last token's results only: [..., 1, features] of [..., tokens, features]."""
+    before, _now.last = _now.last, True
+    try:
+        yield
+    finally:
+        _now.last = before
+
+
 def linear(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x Wᵀ + bias, by a layer with nn.Linear's weight."""
+    last = _now.last and getattr(layer, "colrow_tail", False)
+    x = x[..., -1:, :] if last else x
     if x.dtype is torch.bfloat16 and getattr(layer, "colrow_prompts", False) and not torch.is_grad_enabled():
         numbers = layer._buffers.get("int8")
         weight, scales = (layer.weight, None) if numbers is None else (numbers, layer.scales)
-        made = many.product(x, weight, scales, layer.out_features, bias)
+        made = many.product(x, weight, scales, layer.out_features, bias, few=last)
         if made is not None:
             return made
     return F.linear(x, layer.weight, bias)

@@ -5,11 +5,11 @@
     while batch.step(outputs.extend): ...               # every rank, until rank 0 calls close()
 
 Each sequence has its own cache, and its arithmetic, and with it its greedy tokens, are bit-equal alone and in any company. Prompts go
-through the model's modules, each by itself, in pieces that do not depend on the others (several of one prompt at once where that changes no
-bit: joined.py); beginnings that were computed before are not computed again (prefixes.py, blocks.py). New tokens of all sequences go
-through the engine's program together, which reads weights once a step and computes each row as it would alone. For models without a program
-(decoder.py says why) they go through the modules, each sequence by itself, so that weights are read once for each; `fast` makes it once a
-step (together.py).
+through the model's modules, those of a step in one pass where that changes no bit (packed.py), elsewhere each by itself, in pieces that do
+not depend on the others; beginnings that were computed before are not computed again (prefixes.py, blocks.py). New tokens of all sequences
+go through the engine's program together, which reads weights once a step and computes each row as it would alone. For models without a
+program (decoder.py says why) they go through the modules, each sequence by itself, so that weights are read once
+for each; `fast` makes it once a step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """
@@ -21,11 +21,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from ..comm.collectives import broadcast_object
 from ..comm.group import Group
 from ..errors import RankError
-from . import joined
+from . import packed
 from .blocks import Blocks, plain
 from .engine import Engine, RowText
 from .forward import Forward, vocabulary
@@ -51,14 +52,18 @@ class Batch:
         engine.decoder.prepare()
         self._program = engine.decoder.program
         whole = not engine.decoder.continues
-        self._joins = not whole and joined.joinable(self._forward, engine.group, engine.context)
+        packs = not whole and packed.packable(self._forward, engine.group, engine.context)
+        self._packed = packed.Packed(self._forward) if packs else None
         self._together = Together(self._forward) if fast and self._program is None else None
         self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
         def text(request: Request) -> RowText:
             return RowText(engine.tokenizer, request.stop, frozenset() if request.ignore_eos else engine.eos)
 
-        self.scheduler = Scheduler(cache_tokens, engine.eos, engine.context, text, whole=whole, **options) if self.group.rank == 0 else None
+        on_rank_0 = self.group.rank == 0
+        self.scheduler = (
+            Scheduler(cache_tokens, engine.eos, engine.context, text, whole=whole, packs=packs, **options) if on_rank_0 else None
+        )
 
     def add(self, request: Request) -> None:
         """Rank 0: the request takes part from the next step on, or waits for room."""
@@ -108,21 +113,19 @@ class Batch:
         """Rank 0's choices, one for each run."""
         rows: list[Row] = []
         prompts: list[tuple[TokenLogprob, ...] | None] = []  # of each run
-        ready = self._decode_together(runs)
-        for pieces in joined.groups(runs, self._joins):
-            run, held = pieces[-1], self._held[pieces[-1].id]
+        ready = self._decode_together(runs) | self._read_together(runs)
+        for run in runs:
+            held = self._held[run.id]
             self.decoded += run.new > 0
             if run.id in ready:
                 logits = ready[run.id][None]
             else:
                 self.group.counters.phase = "decode" if run.new else "prefill"
-                ids = torch.tensor([[token for piece in pieces for token in piece.tokens]], device=self.group.device)
+                ids = torch.tensor([run.tokens], device=self.group.device)
                 logits, held.past = held.forward(ids, None, as_cache(held.past), every=run.every)
-            for piece in pieces:
-                held.length += len(piece.tokens)
-                if piece.keep:
-                    self._keep(piece, as_cache(held.past))
-            prompts += [()] * (len(pieces) - 1)
+            held.length += len(run.tokens)
+            if run.keep:
+                self._keep(run, as_cache(held.past))
             prompts.append(self._prompt_logprobs(run, held.request, logits[0]) if run.every else ())
             logits = logits[:, -1] if run.every else logits
             if run.chooses:
@@ -149,6 +152,24 @@ class Batch:
             return dict(zip(tokens, self._program.run(list(tokens.values()), slots), strict=True))
         return self._together.decode(tokens, self._held) if self._together is not None else {}
 
+    def _read_together(self, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
+        """The last scores of the prompts that go through the model in one pass; of those that are not at their end nothing that counts."""
+        pieces: dict[int, list[Run]] = {}
+        for run in runs:
+            if self._packed is not None and not run.new and not run.every:
+                pieces.setdefault(run.id, []).append(run)
+        if self._packed is None or not pieces:
+            return {}
+        self.group.counters.phase = "prefill"
+        for held in map(self._held.__getitem__, pieces):
+            held.past = DynamicCache() if held.past is None else as_cache(held.past)
+        asked = [
+            packed.Piece([token for run in own for token in run.tokens], self._held[id].past, scored=own[-1].chooses)
+            for id, own in pieces.items()
+        ]
+        found = self._packed(asked)
+        return {id: torch.empty(0) if scores is None else scores for id, scores in zip(pieces, found, strict=True)}
+
     def _prompt_logprobs(self, run: Run, request: Request, logits: torch.Tensor) -> tuple[TokenLogprob, ...] | None:
         """Of the prompt's tokens that this chunk's scores are about; None where those are not finite. A collective."""
         whole = self._mixed.whole(logits)
@@ -165,7 +186,7 @@ class Batch:
     def _keep(self, run: Run, past: Any) -> None:
         """This piece's keys and values, for later prompts that begin with it."""
         if plain(past):
-            self._blocks.keep(run.keep, past, run.at, run.at + len(run.tokens))
+            self._blocks.keep(run.keep, past, run.since, run.at + len(run.tokens))
         elif self.scheduler is not None:
             self.scheduler.stop_sharing()
 

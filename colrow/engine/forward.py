@@ -37,6 +37,7 @@ class Forward:
             raise UserError(what, works="in Python, colrow.load(...).generate()")
         self.takes_positions = "position_ids" in accepted
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}
+        self.chooses_rows = self.takes_positions and bool(self._keep)
 
     @torch.inference_mode()
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, past: Any, every: bool = False) -> tuple[torch.Tensor, Any]:
@@ -66,6 +67,12 @@ class Forward:
     def begun(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
         """The cache of `ids` [rows, tokens] at these `positions`, of a model that takes them."""
         return self._past(self._run({"input_ids": ids, "position_ids": positions, "use_cache": True, **self._keep}))
+
+    @torch.inference_mode()
+    def rows(self, ids: torch.Tensor, positions: torch.Tensor, past: Any, wanted: torch.Tensor) -> torch.Tensor:
+        """The logits [rows, wanted, columns] of the `wanted` ones of `ids` [rows, new tokens] at `positions`. Only where `chooses_rows`."""
+        arguments = {"input_ids": ids, "position_ids": positions, str(self._cache_arg): past, "use_cache": True, "logits_to_keep": wanted}
+        return self._run(arguments).logits
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         with local_logits(self.model):

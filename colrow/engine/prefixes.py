@@ -21,8 +21,21 @@ def next_cut(at: int, most: int) -> int:
     >>> [next_cut(at, 256) for at in (0, 64, 128, 192, 256, 384, 512, 768)]
     [64, 128, 192, 256, 384, 512, 768, 1024]
     """
-    size = min(max(1 << max(at.bit_length() - 2, 0), SMALLEST), most)
+    size = _size(at, most)
     return (at // size + 1) * size
+
+
+def last_cut(at: int, most: int) -> int:
+    """Where the piece begins that position `at` lies in.
+
+    >>> [last_cut(at, 256) for at in (0, 63, 64, 200, 300, 512, 700)]
+    [0, 0, 64, 192, 256, 512, 512]
+    """
+    return at // _size(at, most) * _size(at, most)
+
+
+def _size(at: int, most: int) -> int:
+    return min(max(1 << max(at.bit_length() - 2, 0), SMALLEST), most)
 
 
 @dataclass

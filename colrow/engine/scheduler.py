@@ -1,8 +1,10 @@
 """Scheduler: which sequences run in a step. Rank 0's alone, and plain Python: no tensors, no ranks.
 
 Requests join and leave at every step. A step has every sequence that is decoding, and pieces of prompts of at most `chunk` tokens together,
-so a long prompt does not stall the others. Pieces are cut at fixed places of a sequence, whatever else runs: its arithmetic is the same
-alone and in company. A piece that an earlier prompt had too, with the same tokens before it, is not computed again (prefixes.py).
+so a long prompt does not stall the others. Where pieces of all prompts go through the model in one pass (packed.py), a step is filled to
+its room, and the room is smaller, `beside`, while sequences decode, since they wait for it. Elsewhere pieces are cut at fixed places of a
+sequence, whatever else runs: its arithmetic is the same alone and in company. What is kept of prompts begins and ends at those places in
+either case, and what an earlier prompt had too, with the same tokens before it, is not computed again (prefixes.py).
 
 The cache is given out in blocks as sequences grow. A request is admitted, in order of arrival, when there is room for its prompt. When the
 cache is full, pieces kept for later are given up first; then the sequence that came last gives up its place and waits. It begins again with
@@ -17,12 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from .prefixes import Prefixes, next_cut
+from .prefixes import Prefixes, last_cut, next_cut
 from .request import Load, Output, Request, Run, Step, TokenLogprob
 from .stopping import Finish, Limits
 
 NAMES = {Finish.EOS: "stop", Finish.STOP: "stop", Finish.LENGTH: "length", Finish.CONTEXT: "length"}
 BLOCK = 16  # positions
+SLACK = 4  # of a step's room such a part is added where a prompt ends in it
 
 
 class Text(Protocol):
@@ -75,8 +78,9 @@ class Chosen:
 
 class Scheduler:
     """`cache_tokens`: positions that all caches together may hold. `text(request)` makes the text of a new sequence. `eos`, `context`: as
-    in stopping.Limits. `share`: whether beginnings of prompts are kept; it may be set to False later. `whole`: a prompt is one piece
-    (continuing.py says for which models)."""
+    in stopping.Limits. `chunk`, `beside`: tokens of prompts in a step, and in one that others wait for. `share`: whether beginnings of
+    prompts are kept; it may be set to False later. `whole`: a prompt is one piece (continuing.py says for which models).
+    `packs`: whether pieces may be cut anywhere and go together."""
 
     def __init__(
         self,
@@ -89,8 +93,11 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         share: bool = True,
         whole: bool = False,
+        beside: int = 128,
+        packs: bool = False,
     ) -> None:
         self.cache_tokens, self.eos, self.context, self.chunk, self.max_running = cache_tokens, eos, context, chunk, max_running
+        self.beside, self.packs = min(beside, chunk), packs
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # in order of arrival
         self.prefixes, self.share, self.whole = Prefixes(), share and not whole, whole
@@ -141,23 +148,18 @@ class Scheduler:
         self._make_room()
         added = self._admit()
         self._begun, self._loaded = set(), set()
-        loads, runs, room = list[Load](), list[Run](), self.chunk
+        loads, runs = list[Load](), list[Run]()
+        waits = self.packs and any(s.cached >= len(s.request.ids) for s in self.running.values())
+        most = room = self.beside if waits else self.chunk
         for sequence in self.running.values():
             if keys := self._kept(sequence):
                 loads.append(Load(sequence.request.id, tuple(keys)))
             at, prompt = sequence.cached, len(sequence.request.ids)
             if at >= prompt:
                 runs.append(self._run(sequence, at, at + 1))
-            if room < prompt - at <= self.chunk:
-                continue  # a short prompt waits for a step that has room for all of it: its pieces read weights once then
-            while at < prompt:
-                end = prompt if self.whole else min(next_cut(at, self.chunk), prompt)
-                size = end - at + (len(sequence.request.source) if at == 0 else 0)  # what an encoder reads, it reads at once
-                if (size > room and room < self.chunk) or self._comes(sequence, at, end):
-                    break
-                room -= size
-                runs.append(self._run(sequence, at, end))
-                at = end
+            pieces = self._packed(sequence, room, most) if self.packs and not _every(sequence) else self._cut(sequence, room, most)
+            runs += pieces
+            room -= sum(len(run.tokens) for run in pieces) + (len(sequence.request.source) if pieces and at == 0 else 0)
         dropped, self._dropped = tuple(self._dropped), []
         forgotten, self._forgotten = tuple(self._forgotten), []
         self._number += 1
@@ -200,28 +202,58 @@ class Scheduler:
 
     # ---- pieces ----
 
+    def _cut(self, sequence: Sequence, room: int, most: int) -> list[Run]:
+        """Pieces of its prompt that fit into the room, each as it is cut whatever else runs; one at least where all the room is left."""
+        at, prompt, runs = sequence.cached, len(sequence.request.ids), list[Run]()
+        if room < prompt - at <= most:
+            return runs  # a short prompt waits for a step that has room for all of it
+        while at < prompt:
+            end = prompt if self.whole else min(next_cut(at, self.chunk), prompt)
+            size = end - at + (len(sequence.request.source) if at == 0 else 0)  # what an encoder reads, it reads at once
+            if (size > room and room < most) or self._comes(sequence, at, end):
+                break
+            room -= size
+            runs.append(self._run(sequence, at, end))
+            at = end
+        return runs
+
+    def _packed(self, sequence: Sequence, room: int, most: int) -> list[Run]:
+        """As much of its prompt as there is room for. A last small part is not left to a pass of its own."""
+        at, prompt, runs = sequence.cached, len(sequence.request.ids), list[Run]()
+        if 0 < room < prompt - at <= room + most // SLACK:
+            room = prompt - at
+        while at < prompt and room > 0:
+            end = min(next_cut(at, self.chunk), prompt)
+            if self._comes(sequence, at, end):
+                break
+            end = min(end, at + room)
+            room -= end - at
+            runs.append(self._run(sequence, at, end))
+            at = end
+        return runs
+
     def _run(self, sequence: Sequence, at: int, end: int) -> Run:
         request, prompt = sequence.request, len(sequence.request.ids)
         tokens = request.ids[at:end] if at < prompt else (sequence.new[at - prompt],)
-        every = request.prompt_logprobs is not None and at < prompt and not sequence.new
+        every = _every(sequence) and at < prompt
         chooses = end == sequence.length and request.max_new_tokens > 0
-        return Run(request.id, tokens, at, every, chooses, max(at - prompt + 1, 0), self._keep(sequence, at, end))
+        return Run(request.id, tokens, at, every, chooses, max(at - prompt + 1, 0), self._keep(sequence, at, end), last_cut(at, self.chunk))
 
     def _keep(self, sequence: Sequence, at: int, end: int) -> int:
-        """The number under which this piece is kept; 0 where it is no piece, or there is no room for it."""
-        ids, parent = sequence.request.ids, sequence.piece
-        if at >= len(ids) or parent is None:
+        """The number under which the piece that ends here is kept; 0 where none does, or there is no room for it."""
+        ids, parent, start, stop = sequence.request.ids, sequence.piece, last_cut(at, self.chunk), next_cut(at, self.chunk)
+        if end < min(stop, len(ids)) or at >= len(ids) or parent is None:
             return 0
         sequence.piece = None
-        if not self.share or end != next_cut(at, self.chunk) or (parent and not self.prefixes.keeps(parent)):
+        if not self.share or end != stop or (parent and not self.prefixes.keeps(parent)):
             return 0
-        if found := self.prefixes.find(parent, ids[at:end]):  # kept already: it was computed for its log-probabilities, or its last token's
+        if found := self.prefixes.find(parent, ids[start:end]):  # kept already: it was computed for its scores, or its last token's
             sequence.piece = found
             return 0
-        self._forget(end - at, parent)
-        if self.used + self.prefixes.positions + end - at > self.cache_tokens:
+        self._forget(end - start, parent)
+        if self.used + self.prefixes.positions + end - start > self.cache_tokens:
             return 0
-        key = self.prefixes.add(parent, ids[at:end])
+        key = self.prefixes.add(parent, ids[start:end])
         self._begun.add(key)
         sequence.piece = key
         return key
@@ -230,7 +262,7 @@ class Scheduler:
         """Kept pieces that the sequence goes on with; at least one token of its prompt is left to be computed."""
         found: list[int] = []
         ids = sequence.request.ids
-        if not self.share or (sequence.request.prompt_logprobs is not None and not sequence.new):
+        if not self.share or _every(sequence) or sequence.cached != last_cut(sequence.cached, self.chunk):
             return found
         while sequence.piece is not None and (end := next_cut(sequence.cached, self.chunk)) < len(ids):
             key = self.prefixes.find(sequence.piece, ids[sequence.cached : end])
@@ -246,7 +278,7 @@ class Scheduler:
     def _comes(self, sequence: Sequence, at: int, end: int) -> bool:
         """Whether another sequence computes this piece in this step, so that it is better to wait for it."""
         ids = sequence.request.ids
-        if sequence.piece is None or end >= len(ids) or (sequence.request.prompt_logprobs is not None and not sequence.new):
+        if sequence.piece is None or end >= len(ids) or _every(sequence) or at != last_cut(at, self.chunk):
             return False
         return self.prefixes.find(sequence.piece, ids[at:end]) in self._begun
 
@@ -290,6 +322,11 @@ class Scheduler:
     def _leave(self, id: int) -> None:
         del self.running[id]
         self._dropped.append(id)
+
+
+def _every(sequence: Sequence) -> bool:
+    """Whether the scores of all positions of its prompt are wanted."""
+    return sequence.request.prompt_logprobs is not None and not sequence.new
 
 
 def _blocks(positions: int) -> int:

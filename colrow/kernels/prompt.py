@@ -40,7 +40,7 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> torch.Tensor | None:
     """query [B, H, S, d], key [B, KV, T, d], value [B, KV, T, e], bool mask [B or 1, 1, S, T]; returns [B, S, H, e]. None where the
-    library cannot do it. Causal: S = T."""
+    library cannot do it. Causal: the last query sees all keys, each one before it one less."""
     found = library()
     if found is None or any(x.stride(-1) != 1 for x in (query, key, value)):
         return None

@@ -15,7 +15,7 @@ marked the module, and leaves all else to transformers': single tokens, other dt
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,6 +40,7 @@ def install(model: nn.Module) -> None:
 
 class _Now(threading.local):
     listener: Callable[[], None] | None = None
+    sequences: Sequence[tuple[int, int]] | None = None
 
 
 _now = _Now()
@@ -77,9 +78,9 @@ def prompt_attention(
     """query [B, H, S, d], key [B, KV, T, d], value [B, KV, T, e], mask [B or 1, 1, S, T] of what is seen, or None. Returns [B, S, H, e]."""
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     causal = attention_mask is None and causal
+    sequences = _now.sequences
     blocks = (
-        query.shape[2] > 1
-        and query.dtype == key.dtype == value.dtype == torch.bfloat16
+        query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.device.type == "cpu"
         and not (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)))
         and dropout == 0
@@ -88,14 +89,47 @@ def prompt_attention(
         and query.shape[0] == key.shape[0]
         and key.shape[1] > 0
         and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+    )
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if sequences is not None:
+        return _each(query, key, value, sequences if blocks and causal else None, scale), None
+    blocks = (
+        blocks
+        and query.shape[2] > 1
         and (not causal or query.shape[2] == key.shape[2])
         and (attention_mask is None or _is_whole(attention_mask, query.shape[2], key.shape[2]))
     )
     if not blocks:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     out = prompt.attend(query, key, value, attention_mask, causal, scale)
     return (_in_blocks(query, key, value, attention_mask, causal, scale) if out is None else out), None
+
+
+@contextmanager
+def several(lengths: Sequence[tuple[int, int]]) -> Iterator[None]:
+    """Within, what attention gets is of several sequences, one behind the other: of each so many queries, and so many keys, whose last ones
+    are the queries' own. A query sees the keys of its sequence up to its own. Where the library cannot do it, or the model's code asks for
+    anything else, NaN comes back: ranks stay in step, and whoever compares sees it."""
+    before, _now.sequences = _now.sequences, lengths
+    try:
+        yield
+    finally:
+        _now.sequences = before
+
+
+def _each(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[tuple[int, int]] | None, scale: float
+) -> torch.Tensor:
+    """[B, S, H, e] of all sequences' queries; NaN without `lengths`."""
+    sizes = [[length[side] for length in lengths or ()] for side in (0, 1)]
+    found: list[torch.Tensor | None] = [None]
+    if (sum(sizes[0]), sum(sizes[1])) == (query.shape[2], key.shape[2]):
+        parts = zip(query.split(sizes[0], 2), key.split(sizes[1], 2), value.split(sizes[1], 2), strict=True)
+        found = [prompt.attend(q, k, v, None, True, scale) for q, k, v in parts]
+    outs = [out for out in found if out is not None]
+    if len(outs) == len(found):
+        return torch.cat(outs, 1)
+    return value.new_full((query.shape[0], query.shape[2], query.shape[1], value.shape[3]), float("nan"))
 
 
 def _is_whole(mask: torch.Tensor, queries: int, keys: int) -> bool:

@@ -91,11 +91,11 @@ class Table:
 def check(offers: torch.Tensor, ranks: int) -> None:
     """NonFiniteLogits where a rank met NaN or infinity, or a row has no finite score. Every rank has the same offers, so all raise
     alike."""
-    heads = offers[:, [0, OFFER_HEAD]].tolist()  # what is not finite, and the best score
+    heads = offers[:, : OFFER_HEAD + 1].tolist()  # what is not finite, ..., and the best score
     rows = len(heads) // ranks
     for row in range(rows):
-        bad = int(sum(count for count, _ in heads[row::rows]))
-        if bad or all(score == float("-inf") for _, score in heads[row::rows]):
+        bad = int(sum(count for count, *_ in heads[row::rows]))
+        if bad or all(score == float("-inf") for *_, score in heads[row::rows]):
             what = f"{bad} logits of prompt {row} are NaN or infinite" if bad else f"all logits of prompt {row} are -infinity"
             raise NonFiniteLogits(f"{what}: try --dtype float32, and colrow verify on the model")
 

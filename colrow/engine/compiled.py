@@ -68,7 +68,7 @@ def compile(tape: Tape) -> Compiled:
         elif _is_light(made, entry):
             light.append(entry)
     logits = made.contiguous(made.shadow(tape.logits))
-    return Compiled(made.steps, _needed(light, made.inputs), made.inputs, tape.ids, tape.positions, logits)
+    return Compiled(made.steps, needed(light, made.inputs), made.inputs, tape.ids, tape.positions, logits)
 
 
 def same(a: Compiled, b: Compiled) -> bool:
@@ -123,7 +123,7 @@ def _is_light(made: Steps, op: Ran) -> bool:
     return True
 
 
-def _needed(light: list[Ran], inputs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Ran]:
+def needed(light: list[Ran], inputs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Ran]:
     """The light ops that some input depends on."""
     wanted, out = {id(x) for x, _ in inputs}, []
     for op in reversed(light):

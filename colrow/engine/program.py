@@ -27,6 +27,7 @@ from ..kernels.library import Op
 from .arena import Arena
 from .coded import DTYPES, code
 from .compiled import Compiled
+from .light import Light
 from .slots import Slot
 
 ROWS = 64  # at most in one call of C: ROWS_MAX of kernels/program.c
@@ -39,6 +40,7 @@ class Program:
         self.compiled, self._group, self.dtype = compiled, group, dtype
         self.int8 = any(weight.values.dtype is torch.int8 for step in compiled.steps for weight in step.weights)
         self._arena = Arena(compiled)
+        self._light = Light(compiled, self._arena, ROWS)
         self.code, self._keep = code(compiled, self._arena, dtype)
         self._sums = self._all(Op.REDUCE, c.Sum)
         self._routers = [router for choice, router in self._all(Op.TOPK, c.TopK) if choice.routes]
@@ -52,6 +54,8 @@ class Program:
         self._arenas: list[torch.Tensor] = []
         self._rows = (c.Row * ROWS)()
         self._widths = [entry.x.numel() for entry, _ in self._sums]
+        self._keys: dict[int, list[tuple[str, str]]] = {}  # of call sites, by rows
+        self._numbers: list[int] = []  # of call sites, as C has them
         self._spent: Any = None
 
     def _all(self, op: Op, kind: Any) -> list[tuple[Any, Any]]:
@@ -90,7 +94,7 @@ class Program:
             self._arenas.append(torch.zeros(self._arena.size))
         for row, (token, slot) in enumerate(zip(tokens, slots, strict=True)):
             slot.reserve()
-            self._fill(self._arenas[row], token, slot.length)
+            self._light.fill(self._arenas[row], token, slot.length)
             own = (slot.length, slot.capacity, ctypes.addressof(slot.keys), ctypes.addressof(slot.values))
             source = (slot.sources, ctypes.addressof(slot.source_keys), ctypes.addressof(slot.source_values))
             self._rows[row] = c.Row(self._arenas[row].data_ptr(), *own, *source)
@@ -118,37 +122,19 @@ class Program:
             elif status == c.FAILED:
                 raise self._shm.failure() if self._shm is not None else MemoryError("no memory for a step of a program")
 
-    # ---- What depends on the token or its position alone ----
-
-    def _fill(self, arena: torch.Tensor, token: int, position: int) -> None:
-        """Runs the light ops for this token at this position and copies what they give into the arena."""
-        compiled = self.compiled
-        known = {id(compiled.ids): torch.tensor([[token]]), id(compiled.positions): torch.tensor([[position]])}
-
-        def now(tree: Any) -> Any:
-            if isinstance(tree, torch.Tensor):
-                return known.get(id(tree), tree)
-            if isinstance(tree, list | tuple):
-                return [now(x) for x in tree]
-            return tree
-
-        for op in compiled.light:
-            result = op.func(*now(op.args), **{key: now(value) for key, value in op.kwargs.items()})
-            outs = (result,) if isinstance(result, torch.Tensor) else tuple(r for r in result if isinstance(r, torch.Tensor))
-            known.update((id(recorded), out) for recorded, out in zip(op.outputs, outs, strict=True))
-        for recorded, shadow in compiled.inputs:
-            value = known[id(recorded)]
-            self._arena.view(arena, shadow).copy_(torch.view_as_real(value) if value.is_complex() else value)
-
     # ---- Sums over ranks ----
 
     def _sites(self, rows: int) -> bool:
         """The numbers of the call sites in C, which a transport may have forgotten since. Whether there are any sums in C."""
         if self._shm is None:
             return False
-        numbers = self._shm.sites([(e.name, f"sum of {rows}x{width}") for (e, _), width in zip(self._sums, self._widths, strict=True)])
-        for (_, place), number in zip(self._sums, numbers, strict=True):
-            place.site = number
+        if rows not in self._keys:
+            self._keys[rows] = [(e.name, f"sum of {rows}x{width}") for (e, _), width in zip(self._sums, self._widths, strict=True)]
+        numbers = self._shm.sites(self._keys[rows])
+        if numbers != self._numbers:
+            self._numbers = numbers
+            for (_, place), number in zip(self._sums, numbers, strict=True):
+                place.site = number
         return bool(self._sums)
 
     def _sum(self, at: int, rows: int) -> None:

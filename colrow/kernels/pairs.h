@@ -35,7 +35,7 @@ PAIRS INLINE void pair_tile(const Block *block, int64_t n, const uint16_t *colum
 
 PAIRS static void product_pairs(const Block *block, int64_t first, int64_t last, int64_t n, const void *columns, int64_t width, int count,
                                 float *const *y) {
-    WALK(PAIR_TILE, n * 2, 2, 3, 8, 4, 4, 4)
+    WALK(PAIR_TILE, n * 2, 2, 3, 8, 4, 4, 1)
 }
 
 #endif

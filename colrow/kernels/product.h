@@ -48,7 +48,8 @@ INLINE void fetch(const char *rows, int64_t bytes, int64_t ahead, int64_t at, in
 #define EACH_SUM _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) _Pragma("GCC unroll 8") for (int c = 0; c < C; c++)
 
 /* Panel by panel: columns in groups of C, the last few in groups of D, a single one by itself. A group's long columns are taken in parts:
- * a panel's tiles go over the first part, then over the next. BYTES: of a row; UNIT: of a column's numbers. */
+ * a panel's tiles go over the first part, then over the next. BYTES: of a row; UNIT: of a column's numbers. A single column goes over ALONE
+ * rows at a time: one where a sum is no slower than memory, which is read best in the order in which it lies. */
 #define WALK(TILE, BYTES, UNIT, R, C, Q, D, ALONE)                                                 \
     Floats kept[PANEL][COLUMNS];                                                                   \
     const int64_t part = n * (UNIT) <= NEAR ? n : PART / (UNIT);                                   \
@@ -161,7 +162,7 @@ TARGET INLINE Ints pairs_v3(Ints sums, const int8_t *weights, const int16_t *pai
 #if HIGHEST >= 4
 #define AT(NAME) NAME##_v4
 #define TARGET __attribute__((target("arch=x86-64-v4")))
-#define SHAPE 3, 8, 4, 4, 4
+#define SHAPE 3, 8, 4, 4, 1
 TARGET INLINE Floats f16_v4(const uint16_t *at) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
 #define FROM_F16 f16_v4
 #include "tile.h"

@@ -67,7 +67,7 @@ def whole_model(saved: Saved) -> PreTrainedModel:
     """The unsplit model of a checkpoint, in the dtypes it was saved in; one with an adapter in that of the model's files."""
     model = _merged(saved) if (saved.path / CONFIG).is_file() else _trained(saved)
     if getattr(model, "generation_config", None) is not None and (saved.path / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_pretrained(saved.path, local_files_only=True)  # type: ignore[union-attr]
+        model.generation_config = type(model.generation_config).from_pretrained(saved.path, local_files_only=True)
     return model
 
 

@@ -18,6 +18,7 @@ from colrow.engine.forward import Forward
 from colrow.engine.generate import Memory, generate
 from colrow.engine.request import Request
 from colrow.engine.stopping import Limits, context_limit
+from colrow.errors import UserError
 
 from . import families, tiny
 from .test_engine_batch import CONFIG, answers, at_once, serve
@@ -66,3 +67,10 @@ def test_which_caches_may_be_gone_on_from() -> None:
         assert continues(Forward(model), single(), context_limit(model.config)) is expected, name
     engine = Engine(tiny.whole(tiny.config("llama"), torch.float32), single())
     assert engine.decoder.continues, "without a program it is looked at"
+
+
+def test_a_state_in_modules_is_refused() -> None:
+    """RecurrentGemma's: each token would begin with an empty one, since no cache comes back that would carry it."""
+    config = tf.RecurrentGemmaConfig(**{**PAIRS, "num_hidden_layers": 3}, lru_width=48, attention_window_size=7)
+    with pytest.raises(UserError, match="keeps the state of one sequence in its modules"):
+        Engine(tiny.whole(config, torch.float64, attention=None), single())

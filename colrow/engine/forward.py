@@ -21,6 +21,7 @@ from ..kernels.many import LEAST
 from ..parallel.prompt_products import last_alone
 from ..partition import Partition
 from ..planning.inputs import CACHES, rereads
+from ..planning.models import state_in_modules
 
 
 class Forward:
@@ -34,6 +35,9 @@ class Forward:
             raise UserError(f"{type(model).__name__} takes no cache, so it cannot generate", works="a causal language model")
         if rereads(model):
             what = f"{type(model).__name__} reads the whole text again for each token, which colrow's engine does not do"
+            raise UserError(what, works="in Python, colrow.load(...).generate()")
+        if state_in_modules(model):
+            what = f"{type(model).__name__} keeps the state of one sequence in its modules, and gives no cache back"
             raise UserError(what, works="in Python, colrow.load(...).generate()")
         self.takes_positions = "position_ids" in accepted
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in accepted else {}

@@ -48,6 +48,8 @@ _IGNORED = {
     "encoder_repetition_penalty": 1,
     "encoder_no_repeat_ngram_size": 0,
     "exponential_decay_length_penalty": None,
+    "stop_strings": None,
+    "watermarking_config": None,
 }
 
 

@@ -109,10 +109,15 @@ def compute_experts(model: Any, way: str) -> None:
                 config._experts_implementation = way
 
 
+def state_in_modules(model: nn.Module) -> bool:
+    """Whether modules of the model keep a state themselves, beside any cache: that of one sequence (RecurrentGemma)."""
+    return any(hasattr(m, "_setup_cache") for m in model.modules() if not isinstance(m, PreTrainedModel))
+
+
 def keeps_state(model: PreTrainedModel, arguments: dict[str, torch.Tensor]) -> bool:
     """Whether the sizes of a cache come from integers: of modules that keep a state themselves, or of a class of the model's own (xLSTM).
     transformers' caches take the sizes of what is put in."""
-    if any(hasattr(m, "_setup_cache") for m in model.modules() if not isinstance(m, PreTrainedModel)):
+    if state_in_modules(model):
         return True
     if not model._is_stateful or "use_cache" not in inspect.signature(model.forward).parameters:
         return False

@@ -5,9 +5,10 @@
 Calibration and runs take turns in the same processes, so that both see the same machine; medians over rounds are compared. "decode",
 "prefill" and "train" are transformers' modules, as training and `verify` use them; "program" is a token as the engine decodes it, by its
 program in C, up to where the ranks have agreed on it; the median of a dozen, since torch's threads spin on into the first ones behind a
-prompt. All in float32. Bytes counted must equal bytes predicted exactly, on every rank. With --more also 4 ranks; more ranks than cores are
-oversubscribed and stand outside the bound. Models have random weights: times do not depend on them. With --keep the rows are added to a
-file, and the summary is over all of it: a case in a process of its own.
+prompt; "program 4" and "program 8" a token for each of so many sequences together, "decode 8" the same by the modules. All in float32.
+Bytes counted must equal bytes predicted exactly, on every rank. With --more also 4 ranks; more ranks than cores are oversubscribed and
+stand outside the bound. Models have random weights: times do not depend on them. With --keep the rows are added to a file, and the summary
+is over all of it: a case in a process of its own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from colrow.planning.trace import trace
 
 SIZES = {"20M": (512, 1408, 4, 8, 4), "85M": (1024, 2816, 6, 16, 8), "240M": (1536, 4096, 8, 16, 4)}  # hidden, inner, layers, heads, KV
 PROMPT, STEPS, VOCAB = 128, 12, 8192
+BATCHES = (1, 4, 8)  # sequences together, of the program
+MANY = 8  # and of the modules
 
 
 def config(size: str) -> LlamaConfig:
@@ -53,12 +56,15 @@ def config(size: str) -> LlamaConfig:
 
 @dataclass(frozen=True)
 class Round:
+    """Seconds of each pass beside what was measured to predict it."""
+
     measured: calibrate.Measured
     paced: pace.Paced
-    decode: float
-    prefill: float
-    train: float
-    program: float
+    seconds: dict[str, float]
+
+
+def _by_program(batch: int) -> str:
+    return "program" if batch == 1 else f"program {batch}"
 
 
 def run(group: Group, size: str, plan: Plan, rounds: int) -> tuple[list[Round], dict[tuple[str, str, str], tuple[int, int, int]], int]:
@@ -76,12 +82,12 @@ def run(group: Group, size: str, plan: Plan, rounds: int) -> tuple[list[Round], 
         found, paced = calibrate.measure(group, seconds=0.25), pace.measure(group, seconds=0.15)
         decoder.prepare()
         group.counters.reset()
-        out.append(Round(found, paced, *_once(group, model, ids, decoder)))
+        out.append(Round(found, paced, _once(group, model, ids, decoder)))
     counted = {site: (t.calls, t.logical_bytes, t.moved_bytes) for site, t in group.counters.sites.items()}
     return out[1:], counted, getattr(group.transport, "one_shot_limit", 0)
 
 
-def _once(group: Group, model: Any, ids: torch.Tensor, decoder: Decoder) -> tuple[float, float, float, float]:
+def _once(group: Group, model: Any, ids: torch.Tensor, decoder: Decoder) -> dict[str, float]:
     def timed(phase: str) -> float:
         group.counters.phase = ""
         collectives.barrier(group, "predict")
@@ -91,43 +97,56 @@ def _once(group: Group, model: Any, ids: torch.Tensor, decoder: Decoder) -> tupl
     forward, exchange = Forward(model.eval()), Exchange(group, vocabulary(model), Sampling(0.0))
     start = timed("prefill")
     _, past = forward(ids, None, None)
-    prefill = time.perf_counter() - start
-    slot, token, times = Slot(past), 5, list[float]()
-    timed("program")
-    for number in range(STEPS):
-        assert decoder.program is not None, decoder.why
-        start = time.perf_counter()
-        (token,) = exchange.agree(decoder.program.run([token], [slot]), [[]], number, lambda tokens: [None]).tokens
-        times.append(time.perf_counter() - start)
-    by_program = median(times)
-    start = timed("decode")
-    for _ in range(STEPS):
-        _, past = forward(ids[:, :1], None, past)
-    decode = (time.perf_counter() - start) / STEPS
+    found = {"prefill": time.perf_counter() - start}
+    for batch in BATCHES:
+        slots, tokens, times = [Slot(past) for _ in range(batch)], [5] * batch, list[float]()
+        goes_on: list[None] = [None] * batch
+        timed(_by_program(batch))
+        for number in range(STEPS):
+            assert decoder.program is not None, decoder.why
+            start = time.perf_counter()
+            scores = decoder.program.run(tokens, slots)
+            tokens = list(exchange.agree(scores, [[]] * batch, number, lambda _, rows=goes_on: rows).tokens)
+            times.append(time.perf_counter() - start)
+        found[_by_program(batch)] = median(times)
+    for batch in (1, MANY):
+        group.counters.phase = ""
+        _, past = forward(ids.expand(batch, -1), None, None)
+        start = timed(_by_modules(batch))
+        for _ in range(STEPS):
+            _, past = forward(ids[:, :1].expand(batch, -1), None, past)
+        found[_by_modules(batch)] = (time.perf_counter() - start) / STEPS
     model.train()
     start = timed("train_forward")
     with sharded_logits(model) if group.size > 1 else torch.enable_grad():
         loss = model(ids, labels=ids, use_cache=False).loss
     group.counters.phase = "train_backward"
     loss.backward()
-    train = time.perf_counter() - start
+    found["train"] = time.perf_counter() - start
     model.zero_grad(set_to_none=True)  # as the trainer does
-    return decode, prefill, train, by_program
+    return found
+
+
+def _by_modules(batch: int) -> str:
+    return "decode" if batch == 1 else f"decode {batch}"
 
 
 def bytes_agree(plan: Plan, rank: int, kind: str, counted: dict[tuple[str, str, str], tuple[int, int, int]], limit: int) -> bool:
     """Every call site of every phase: calls, logical bytes, and bytes moved by the transport's own formula."""
     expected: dict[tuple[str, str, str], tuple[int, int, int]] = {}
-    phases = (("prefill", 1), ("decode", STEPS), ("program", STEPS), ("train_forward", 1), ("train_backward", 1))
     everyone = tuple(range(plan.ranks))
-    agreeing = [cost.Predicted(op, name, n, size, everyone, unit=8) for op, name, n, size in exchanged(Sampling(0.0), 1, plan.ranks, VOCAB)]
-    for phase, times in phases:
-        of_plan: cost.Phase = "decode" if phase == "program" else phase  # type: ignore[assignment]
-        for p in (*cost.predict(plan, 1, PROMPT, of_plan, 4, whole_logits=False), *(agreeing if phase == "program" else ())):
+    phases: list[tuple[str, cost.Phase, int, int]] = [("prefill", "prefill", 1, 1), ("train_forward", "train_forward", 1, 1)]
+    phases += [("train_backward", "train_backward", 1, 1), *((_by_modules(batch), "decode", batch, STEPS) for batch in (1, MANY))]
+    phases += [(_by_program(batch), "decode", batch, STEPS) for batch in BATCHES]
+    for phase, of_plan, batch, times in phases:
+        by_c = phase.startswith("program")
+        chosen = exchanged(Sampling(0.0), batch, plan.ranks, VOCAB) if by_c else ()
+        agreeing = [cost.Predicted(op, name, n, size, everyone, unit=8) for op, name, n, size in chosen]
+        for p in (*cost.predict(plan, batch, PROMPT, of_plan, 4, whole_logits=False), *agreeing):
             if rank in p.ranks and not (phase == "prefill" and cost.of_vocabulary(p.name) and p.op == "all_gather"):
                 calls, size, moved = expected.get((phase, p.op, p.name), (0, 0, 0))
                 more = times * p.moved_bytes(kind, p.ranks.index(rank), limit)  # type: ignore[arg-type]
-                if (phase, kind, p.op) == ("program", "shm", "all_reduce"):  # its part is written where the others read it
+                if by_c and (kind, p.op) == ("shm", "all_reduce"):  # its part is written where the others read it
                     more -= times * p.logical_bytes
                 expected[phase, p.op, p.name] = calls + times, size + times * p.logical_bytes, moved + more
     found = {site: count for site, count in counted.items() if site[0]}
@@ -149,7 +168,7 @@ def main() -> None:
     if arguments.only:
         cases = [(size, int(ranks), kind) for size, ranks, kind in (only.split(":") for only in arguments.only)]
     rows: list[Row] = [Row(**row) for row in json.loads(arguments.keep.read_text())] if arguments.keep and arguments.keep.exists() else []
-    print(f"{'model':<6}{'ranks':<14}{'pass':<9}{'predicted':>11}{'measured':>11}{'error':>8}")
+    print(f"{'model':<6}{'ranks':<14}{'pass':<11}{'predicted':>11}{'measured':>11}{'error':>8}")
     for case in cases:
         found = measured(*case, arguments.rounds)
         rows = [row for row in rows if (row.size, row.ranks, row.kind) != case] + found
@@ -185,7 +204,7 @@ class Row:
     def __str__(self) -> str:
         times = f"{1e3 * self.predicted:>8.2f} ms{1e3 * self.measured:>8.2f} ms"
         over = "  oversubscribed" if self.oversubscribed else ""
-        return f"{self.size:<6}{self.ranks} x {self.kind:<10}{self.what:<9}{times}{100 * self.error:>+6.0f} %{over}"
+        return f"{self.size:<6}{self.ranks} x {self.kind:<10}{self.what:<11}{times}{100 * self.error:>+6.0f} %{over}"
 
 
 def measured(size: str, ranks: int, kind: str, rounds: int) -> list[Row]:
@@ -201,20 +220,18 @@ def measured(size: str, ranks: int, kind: str, rounds: int) -> list[Row]:
 
 def compare(plan: Plan, model: workload.Model, kind: str, rounds: list[list[Round]]) -> list[tuple[str, float, float]]:
     """Each pass predicted and measured: medians over rounds, the slowest rank's time, predicted from the round's own calibration."""
-    predicted: dict[str, list[float]] = {"decode": [], "prefill": [], "train": [], "program": []}
-    found: dict[str, list[float]] = {key: [] for key in predicted}
+    predicted: dict[str, list[float]] = {}
+    found: dict[str, list[float]] = {}
     for at_once in zip(*rounds, strict=True):
         machine = Machine(*calibrate.presets([r.measured for r in at_once], kind, 0.0))
-        by_program = Machine(*pace.presets([r.paced for r in at_once], kind, 0.0))
-        times = (
-            timing.decode(plan, model, machine, 1, PROMPT + STEPS // 2, 4),
-            timing.prefill(plan, model, machine, 1, PROMPT, 4),
-            timing.train(plan, model, machine, 1, PROMPT, 4),
-            program.decode(plan, model, by_program, 1, PROMPT + STEPS // 2, 4),
-        )
-        for (key, values), time_ in zip(predicted.items(), times, strict=True):
-            values.append(time_.total)
-            found[key].append(max(getattr(r, key) for r in at_once))
+        in_c = Machine(*pace.presets([r.paced for r in at_once], kind, 0.0))
+        after = PROMPT + STEPS // 2
+        times = {_by_modules(batch): timing.decode(plan, model, machine, batch, after, 4) for batch in (1, MANY)}
+        times |= {"prefill": timing.prefill(plan, model, machine, 1, PROMPT, 4), "train": timing.train(plan, model, machine, 1, PROMPT, 4)}
+        times |= {_by_program(batch): program.decode(plan, model, in_c, batch, after, 4) for batch in BATCHES}
+        for key, time_ in times.items():
+            predicted.setdefault(key, []).append(time_.total)
+            found.setdefault(key, []).append(max(r.seconds[key] for r in at_once))
     return [(key, median(predicted[key]), median(found[key])) for key in predicted]
 
 

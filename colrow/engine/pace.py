@@ -49,7 +49,7 @@ TIMES = 6  # sums in one run
 class Paced:
     """Of one rank: bytes of weights read a second where all read `READ`, operations a second of further sequences, numbers of keys and
     values looked at a second, seconds of an instruction between products, of choosing for each score, of a step beside its instructions
-    (behind the least and the most of `READ`), and of sums of `SIZES` (none on one rank)."""
+    (behind the least and the most of `READ`) and of a further sequence there, and of sums of `SIZES` (none on one rank)."""
 
     reads: tuple[float, ...]
     flops: float
@@ -57,11 +57,12 @@ class Paced:
     instruction: float
     score: float
     steps: tuple[float, float]
+    row: float
     sums: tuple[float, ...]
 
 
 def measure(group: Group, dtype: torch.dtype = torch.float32, seconds: float = 0.5, int8: bool = False) -> Paced:
-    """For programs of models in `dtype`, a dtype that there are programs for; `int8`: with weights of eight bits. Takes about four times
+    """For programs of models in `dtype`, a dtype that there are programs for; `int8`: with weights of eight bits. Takes about five times
     `seconds`. A collective of all ranks."""
     weights = _weights(torch.int8 if int8 else dtype, READ[-1] // group.size)
     readers = [_made([_product(w) for w in weights[: max(1, len(weights) * size // READ[-1])]], group, dtype) for size in READ]
@@ -77,7 +78,7 @@ def presets(results: list[Paced], kind: str, memory: float) -> tuple[Device, Lin
     source = f"programs in C, measured on {n} rank{'s' * (n > 1)}"
     flops, attend = (min(getattr(r, key) for r in results) for key in ("flops", "attend"))
     reads = tuple((float(size), n * min(r.reads[at] for r in results)) for at, size in enumerate(READ))
-    instruction, score = (max(getattr(r, key) for r in results) for key in ("instruction", "score"))
+    instruction, score, row = (max(getattr(r, key) for r in results) for key in ("instruction", "score", "row"))
     device = replace(
         Device("here", "this machine", reads[-1][1], n * flops, memory, source, True, (1.0, 1.0), False),
         reads=reads,
@@ -85,6 +86,7 @@ def presets(results: list[Paced], kind: str, memory: float) -> tuple[Device, Lin
         per_op=instruction,
         steps=tuple((float(READ[at]), max(r.steps[at] for r in results)) for at in (0, -1)),
         per_score=score,
+        per_row=row,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
     times = [(size, max(r.sums[at] for r in results)) for at, size in enumerate(SIZES)] if n > 1 else []
@@ -173,18 +175,22 @@ def _sum(group: Group, weights: list[Matrix], dtype: torch.dtype, size: int, sec
     return _runs(_made(steps, group, dtype), group, seconds)["sums"] / TIMES
 
 
-def _reference(readers: list[Program], group: Group, dtype: torch.dtype, seconds: float) -> tuple[float, float, float, tuple[float, float]]:
-    """Of a small model's steps what `Paced` names, from `attend` on."""
+def _reference(
+    readers: list[Program], group: Group, dtype: torch.dtype, seconds: float
+) -> tuple[float, float, float, tuple[float, float], float]:
+    """Of a small model's steps what `Paced` names, from `attend` to `row`."""
     model, program = _small(group, dtype)
-    slot = Slot(_longer(Forward(model)(torch.zeros(1, 1, dtype=torch.int64), None, None)[1]))
-    length, agreeing, choosing = slot.length, *(Exchange(group, cut, Sampling(0.0)) for cut in (vocabulary(model), None))
+    past = _longer(Forward(model)(torch.zeros(1, 1, dtype=torch.int64), None, None)[1])
+    slots = [Slot(past) for _ in range(SEQUENCES)]
+    length, agreeing, choosing = slots[0].length, *(Exchange(group, cut, Sampling(0.0)) for cut in (vocabulary(model), None))
 
-    def step() -> torch.Tensor:
-        slot.length = length
-        return program.run([5], [slot])
+    def step(rows: int = 1) -> torch.Tensor:
+        for slot in slots:
+            slot.length = length
+        return program.run([5] * rows, slots[:rows])
 
     def agree(exchange: Exchange, logits: torch.Tensor) -> None:
-        exchange.agree(logits, [[5]], 0, lambda tokens: [None])
+        exchange.agree(logits, [[5]] * len(logits), 0, lambda tokens: [None] * len(tokens))
 
     def behind(reader: Program, run: Callable[[], object]) -> float:
         reader.run([0], [_NoCache()])  # type: ignore[list-item]
@@ -196,13 +202,15 @@ def _reference(readers: list[Program], group: Group, dtype: torch.dtype, seconds
     few, found = step(), list[dict[pieces.Kind, float]]()
     besides: list[float] = []
     with pieces.timed(program) as spent:
-        for reader in (readers[0], readers[-1]):
+        for reader, rows in ((readers[0], 1), (readers[-1], 1), (readers[0], SEQUENCES)):
             whole = []
-            for _ in range(_count(lambda reader=reader: behind(reader, step), group, seconds)):  # type: ignore[misc]
+            for _ in range(_count(lambda reader=reader, rows=rows: behind(reader, lambda: step(rows)), group, seconds)):  # type: ignore[misc]
                 spent()
-                took = behind(reader, lambda: agree(agreeing, step()))
-                found.append(spent())
-                whole.append(took - sum(found[-1].values()))
+                took = behind(reader, lambda rows=rows: agree(agreeing, step(rows)))  # type: ignore[misc]
+                kinds = spent()
+                whole.append(took - sum(kinds.values()))
+                if rows == 1:
+                    found.append(kinds)
             besides.append(median(whole))
     times = []
     for scores in (few, torch.zeros(1, SCORES)):
@@ -210,9 +218,10 @@ def _reference(readers: list[Program], group: Group, dtype: torch.dtype, seconds
     score = max(times[1] - times[0], 0.0) / (SCORES - few.shape[1])
     work = pieces.work(program, length)
     attention, between = (median(f[key] for f in found) for key in ("attention", "between"))
-    least, most = (max(beside - score * few.shape[1], 1e-6) for beside in besides)
+    least, most = (max(beside - score * few.shape[1], 1e-6) for beside in besides[:2])
+    row = max((besides[2] - besides[0]) / (SEQUENCES - 1) - score * few.shape[1], 0.0)
     looked = work.numbers / attention if work.numbers else float("inf")  # of a rank without heads
-    return looked, between / work.instructions, score, (least, most)
+    return looked, between / work.instructions, score, (least, most), row
 
 
 def _small(group: Group, dtype: torch.dtype) -> tuple[Any, Program]:

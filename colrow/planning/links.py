@@ -67,6 +67,7 @@ class Device:
     attend: float = 0.0  # of programs: numbers of keys and values per second that one rank's attention looks at
     steps: tuple[tuple[float, float], ...] = ()  # of programs: seconds that a step takes beside its instructions, by the bytes it reads
     per_score: float = 0.0  # and to choose, for each score of a rank
+    per_row: float = 0.0  # and for each further sequence of a step, beside its instructions
     cores: int = 0  # that ranks share, where their attention is looked at; 0: each has its own
 
     def reading(self, size: float) -> float:
@@ -149,6 +150,7 @@ PROGRAMS: dict[str, tuple[Device, Link]] = {
             attend=8e9,
             steps=((64e6, 0.6e-3), (384e6, 1.1e-3)),
             per_score=5e-9,
+            per_row=8e-5,
             cores=2,
         ),
         Link("shm", "shared memory", 12e9, 2e-6, 4e-6, _PROGRAM, 0, ("one-shot", "two-shot")),

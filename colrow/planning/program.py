@@ -56,7 +56,7 @@ def time(found: Sequence[Work], sums: Sequence[cost.Predicted], machine: Machine
     crowd = max(1.0, ranks / device.cores) if device.cores else 1.0
     computing = max(batch * w.numbers / device.attend * crowd + (batch - calls) * w.operations / flops_rate for w in found)
     between = max(batch * w.instructions * device.per_op for w in found)
-    beside = device.beside(every) + max(batch * w.scores * device.per_score for w in found)
+    beside = device.beside(every) + (batch - 1) * device.per_row + max(batch * w.scores * device.per_score for w in found)
     return Time(ranks, batch, reading, computing, *collectives(sums, machine), touching=between, starting=beside, overlap=False)
 
 

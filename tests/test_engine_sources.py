@@ -24,7 +24,7 @@ from .test_engine_program import exact, prepared, rows, split
 from .test_engine_translate import speaking
 
 CASES = [(family, 2) for family in TRANSLATORS if family != "whisper"]
-CASES += [("t5", 1), ("t5", 4), ("bart", 1), ("bart", 7)]  # 6 heads: in fours and twos, and a rank without any
+CASES += [("t5", 1), ("t5", 4), ("t5", 7), ("bart", 1), ("bart", 7)]  # 6 heads: in fours and twos, and one more rank than heads
 PROMPTS = [[5, 7, 8], [9, 8, 7, 6, 5, 4, 3, 50, 60, 70, 80, 90], [11]]
 
 

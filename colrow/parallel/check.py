@@ -122,8 +122,6 @@ def _check_cut(plan: Plan, module: nn.Module, name: str, key: str, entry: Tensor
     elif is_table(kind):
         if cut.dim == 0:
             check_vocab(module, cut, name)  # type: ignore[arg-type]
-        elif cut.shared():
-            raise UserError(f"features of {name} lie on two ranks", cut.pieces, "each index on one rank")
     elif entry.role == "row" and not cut.shared() and any(r.op == "reduce" and _holds(r.module, name) for r in plan.regions):
         return  # its partial sums are added at its module's output, or at that of one around it
     elif entry.role == "column" and len(entry.shape) > 2 and not kind.__module__.startswith("torch."):

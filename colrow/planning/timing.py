@@ -165,19 +165,20 @@ def _time(plan: Plan, model: Model, machine: Machine, now: _Pass, dtype_bytes: i
         now.times * reading,
         now.times * computing,
         *moved,
-        _between(plan, model, device, now, dtype_bytes) * sharing,
+        _between(plan, model, device, now, dtype_bytes, max(cache)) * sharing,
         now.times * model.ops * device.per_op,
         now.updated / read_rate,
         device.overlap,
     )
 
 
-def _between(plan: Plan, model: Model, device: Device, now: _Pass, dtype_bytes: int) -> float:
-    """Seconds of what a forward pass does between products, once and where gradients are made twice more, and of the gradients."""
+def _between(plan: Plan, model: Model, device: Device, now: _Pass, dtype_bytes: int, cache: int) -> float:
+    """Seconds of what a forward pass does between products, once and where gradients are made twice more, and of the gradients. A `cache`,
+    of so many bytes a sequence, is read and written once to make it longer by a token, as transformers' caches do it."""
     if not device.touch:
         return 0.0
     whole, cut = model.touched
-    size = now.times * now.tokens * (whole + cut / plan.ranks) * dtype_bytes
+    size = now.times * now.tokens * (whole + cut / plan.ranks) * dtype_bytes + 2 * cache * now.cached
     return size / device.touch + (now.gradients / device.gradient if device.gradient else 0.0)
 
 

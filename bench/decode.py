@@ -36,7 +36,6 @@ from gguf import GGMLQuantizationType
 from gguf_model import write as write_gguf
 from peers.timing import LONG, PROMPT, prompt, rate, seconds
 from random_model import write
-from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from colrow import api
@@ -47,6 +46,7 @@ from colrow.engine.forward import Forward
 from colrow.engine.generate import generate
 from colrow.engine.slots import Slot
 from colrow.engine.stopping import Limits
+from colrow.parallel.prompt_products import linear
 
 SHAPE = {
     "hidden_size": 2048,
@@ -87,13 +87,13 @@ def colrow(group: Group, folder: str, dtype: str, tokens: int, threads: int, pro
 @torch.inference_mode()
 def products(model: Any, group: Group) -> float:
     """Seconds that the rank's products of LONG tokens take, while the other ranks make theirs. The head, of one token, is left out."""
-    weights = [x.weight for x in model.modules() if isinstance(x, torch.nn.Linear) and x is not model.get_output_embeddings()]
-    given = {w.shape[1]: torch.randn(LONG, w.shape[1]).to(w.dtype) for w in weights}
+    layers = [x for x in model.modules() if isinstance(x, torch.nn.Linear) and x is not model.get_output_embeddings()]
+    given = {x.in_features: torch.randn(LONG, x.in_features).to(x.weight.dtype) for x in layers}
 
     def once() -> None:
         collectives.barrier(group, "bench.products")
-        for w in weights:
-            F.linear(given[w.shape[1]], w)
+        for layer in layers:
+            linear(layer, given[layer.in_features], None)
 
     return seconds(once)
 

@@ -104,11 +104,16 @@ def test_inputs_as_they_lie_in_memory() -> None:
 
 
 @needed
-def test_all_else_is_torchs() -> None:
+def test_all_else_is_torchs(threads: Any) -> None:
     x, weight = drawn(20, 64), drawn(50, 64, seed=1)
     for given, by in ((x[:15], weight), (x[:, :63], weight[:, :63]), (x.float(), weight.float()), (x, weight.float()), (x, weight[:0])):
         assert many.product(given, by, None, by.shape[0], None) is None
     assert many.product(x, drawn(64, 50).t(), None, 50, None) is None
+    threads(many.MOST + 1)
+    assert many.product(x, weight, None, 50, None) is None
+    threads(many.MOST)
+    assert many.product(x, weight, None, 50, None) is not None
+    threads(1)
     layer = nn.Sequential(nn.Linear(64, 50).bfloat16())
     with torch.inference_mode():
         before = layer(x)

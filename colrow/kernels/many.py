@@ -14,6 +14,7 @@ from . import library as c
 from .parts import in_parts
 
 LEAST = 16  # tokens for which torch's products, which have code of their own for a few, are left
+MOST = 8  # threads: each lays out all columns for itself, which with many takes longer than its share of the products
 
 
 class Many(ctypes.Structure):
@@ -44,7 +45,9 @@ def product(
     results are the same bits alone and beside others. None where the library cannot do it, and for less than `LEAST` tokens unless they
     are `few` of more."""
     n, found = x.shape[-1], library()
-    if found is None or n == 0 or n % 2 or rows == 0 or x.numel() < (n if few else LEAST * n) or not weight.is_contiguous():
+    if found is None or n == 0 or n % 2 or rows == 0 or x.numel() < (n if few else LEAST * n):
+        return None
+    if torch.get_num_threads() > MOST or not weight.is_contiguous():
         return None
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if any(t.dtype not in (torch.bfloat16, torch.int8) or t.device.type != "cpu" for t in tensors):

@@ -30,7 +30,13 @@ def install(model: nn.Module) -> None:
     known: dict[Any, norm.Form | None] = {}
     counted = {id(x) for module in model.modules() if "means_over_ranks" in vars(module) for x in module.modules()}  # mean by mean
     for module in model.modules():
-        if id(module) in counted or set(module._parameters) != {"weight"} or module._modules or module._buffers:
+        if (
+            id(module) in counted
+            or "colrow_norm" in vars(module)
+            or set(module._parameters) != {"weight"}
+            or module._modules
+            or module._buffers
+        ):
             continue
         weight = module._parameters["weight"]
         if weight is None or weight.dim() != 1 or weight.dtype is not torch.bfloat16 or weight.device.type != "cpu":

@@ -77,6 +77,17 @@ def test_no_bit_changes(family: str, size: int, int8: bool, monkeypatch: pytest.
             assert seen.count(1) == 4
 
 
+@pytest.mark.parametrize("wanted", [[39], [12], [12, 39]])
+def test_scores_of_chosen_tokens(wanted: list[int]) -> None:
+    model = whole()
+    forward, positions = Forward(model), torch.arange(40)[None]
+    engine = Engine(model, single())
+    before = forward.rows(IDS[:1], positions, None, torch.tensor(wanted))
+    engine.decoder.prepare()
+    assert any(module.colrow_tail for module in model.modules())
+    assert torch.equal(before, forward.rows(IDS[:1], positions, None, torch.tensor(wanted)))
+
+
 def test_all_tokens_scores_are_all_computed() -> None:
     model = whole()
     Engine(model, single()).decoder.prepare()

@@ -57,7 +57,7 @@ class Forward:
         elif past is not None and self.takes_positions and isinstance(past, Cache):  # some models would count from 0 again (Bamba)
             first = past.get_seq_length()
             arguments["position_ids"] = torch.arange(first, first + ids.shape[1], device=ids.device)[None].expand(len(ids), -1)
-        with last_alone() if not every and ids.shape[1] >= LEAST else nullcontext():
+        with _last_alone(ids, not every):
             out = self._run(arguments)
         return (out.logits if every else out.logits[:, -1]), _counting(self._past(out))
 
@@ -76,7 +76,8 @@ class Forward:
     def rows(self, ids: torch.Tensor, positions: torch.Tensor, past: Any, wanted: torch.Tensor) -> torch.Tensor:
         """The logits [rows, wanted, columns] of the `wanted` ones of `ids` [rows, new tokens] at `positions`. Only where `chooses_rows`."""
         arguments = {"input_ids": ids, "position_ids": positions, str(self._cache_arg): past, "use_cache": True, "logits_to_keep": wanted}
-        return self._run(arguments).logits
+        with _last_alone(ids, wanted.tolist() == [ids.shape[1] - 1]):
+            return self._run(arguments).logits
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         with local_logits(self.model):
@@ -85,6 +86,11 @@ class Forward:
     @staticmethod
     def _past(out: Any) -> Any:
         return next((found for name in CACHES if (found := getattr(out, name, None)) is not None), None)
+
+
+def _last_alone(ids: torch.Tensor, wanted: bool) -> AbstractContextManager[Any]:
+    """Leaves out what nobody asks for, where the last token's scores alone are `wanted` (tail.py)."""
+    return last_alone() if wanted and ids.shape[1] >= LEAST else nullcontext()
 
 
 def _counting(cache: Any) -> Any:

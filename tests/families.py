@@ -162,6 +162,7 @@ TRANSLATORS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mbart": lambda: tf.MBartConfig(**TWO_SIDED, max_position_embeddings=64),
     "marian": lambda: tf.MarianConfig(**TWO_SIDED, max_position_embeddings=64),
     "pegasus": lambda: tf.PegasusConfig(**TWO_SIDED, max_position_embeddings=64),
+    "m2m100": lambda: tf.M2M100Config(**TWO_SIDED, max_position_embeddings=64),
     "whisper": lambda: tf.WhisperConfig(**TWO_SIDED, max_source_positions=20, max_target_positions=32, num_mel_bins=8),
 }
 """Encoder-decoders."""

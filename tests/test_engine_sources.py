@@ -66,7 +66,9 @@ def test_greedy_tokens_are_the_modules(family: str, ranks: int) -> None:
     assert (split(model, ranks, tokens) if ranks > 1 else [tokens(model, single())]) == [expected] * ranks
 
 
-@pytest.mark.parametrize(("family", "ranks", "new"), [("t5", 2, 150), ("umt5", 3, 150), ("bart", 2, 60), ("t5gemma", 2, 90)])
+@pytest.mark.parametrize(
+    ("family", "ranks", "new"), [("t5", 2, 150), ("umt5", 3, 150), ("bart", 2, 60), ("m2m100", 2, 60), ("t5gemma", 2, 90)]
+)
 def test_scores_are_the_modules_far_along(family: str, ranks: int, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the room of a slot, past a window, past the end of a T5's table and of where it was recorded. Tokens are drawn."""
     monkeypatch.setattr(decoders, "FAR", 100)
@@ -95,6 +97,14 @@ def test_what_is_added_at_a_distance_is_a_table_that_ends(monkeypatch: pytest.Mo
     assert [table.shape for table in tables] == [(6, 13)] * 2
     monkeypatch.setattr(decoders, "FAR", 16)
     assert "still changes 17 positions back" in prepared(model, single()).why
+
+
+def test_a_table_of_positions_that_is_not_long_enough_is_found() -> None:
+    """M2M100's code asks in each step whether its table must grow. Where it must before the context ends, a program would look past it."""
+    model = whole("m2m100")
+    embed: Any = model.model.decoder.embed_positions
+    embed.weights = embed.weights[:40].clone()
+    assert "looks at the position" in prepared(model, single()).why
 
 
 @pytest.mark.parametrize("family", ["t5", "marian"])

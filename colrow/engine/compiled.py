@@ -25,13 +25,15 @@ from .products import PRODUCTS, pick, product
 from .steps import Constant, Heads, Matrix, Step, Steps
 from .tape import Added, Attended, Cached, NotRecorded, Ran, Tape
 
+_COMPARES = {"gt", "ge", "lt", "le"}
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like", "new_empty"}
 
 
 @dataclass(frozen=True)
 class Compiled:
     """`inputs`: light tensors and the shadows that they are copied to in each step, made by `light` in order. `ids` and `positions` are the
-    recorded tensors that the step's own take the place of."""
+    recorded tensors that the step's own take the place of. `compares`: the code asked whether the position lies beyond a bound, so the step
+    is known to be the same only up to where it was recorded too."""
 
     steps: list[Step]
     light: list[Ran]
@@ -39,6 +41,7 @@ class Compiled:
     ids: torch.Tensor
     positions: torch.Tensor
     logits: torch.Tensor
+    compares: bool = False
 
 
 def compile(tape: Tape) -> Compiled:
@@ -65,10 +68,10 @@ def compile(tape: Tape) -> Compiled:
             made.int8[id(entry.outputs[0])] = made.int8[id(entry.args[0])]
         elif _is_live(made, entry):
             _live(made, entry)
-        elif _is_light(made, entry):
+        elif _is_light(made, entry, tape.anywhere):
             light.append(entry)
     logits = made.contiguous(made.shadow(tape.logits))
-    return Compiled(made.steps, needed(light, made.inputs), made.inputs, tape.ids, tape.positions, logits)
+    return Compiled(made.steps, needed(light, made.inputs), made.inputs, tape.ids, tape.positions, logits, made.compares)
 
 
 def same(a: Compiled, b: Compiled) -> bool:
@@ -86,8 +89,16 @@ def same(a: Compiled, b: Compiled) -> bool:
 
     if [facts(x) for x in a.steps] != [facts(x) for x in b.steps] or [op.func for op in a.light] != [op.func for op in b.light]:
         return False
+    if a.compares and not all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(_given(a), _given(b), strict=True)):
+        return False
     pairs = [pair for x, y in zip(a.steps, b.steps, strict=True) for pair in zip(values(x), values(y), strict=True)]
     return all(x.shape == y.shape and torch.allclose(x, y, rtol=1e-3, atol=0) for x, y in pairs)
+
+
+def _given(made: Compiled) -> list[torch.Tensor]:
+    """What the model itself gives to the light ops: tables of positions, frequencies."""
+    known = {id(x) for x in (made.ids, made.positions, *(out for op in made.light for out in op.outputs))}
+    return [x for op in made.light for x in leaves((op.args, op.kwargs), torch.Tensor) if id(x) not in known]
 
 
 def _is_live(made: Steps, op: Ran) -> bool:
@@ -102,15 +113,19 @@ def _is_live(made: Steps, op: Ran) -> bool:
     return any(made.is_live(x) for x in tensors)
 
 
-def _is_light(made: Steps, op: Ran) -> bool:
-    """Whether torch has to run the op again in each step. It is noted what its results depend on."""
+def _is_light(made: Steps, op: Ran, anywhere: bool) -> bool:
+    """Whether torch has to run the op again in each step. It is noted what its results depend on. `anywhere`: as Tape's."""
     depends = frozenset[str]().union(*(made.depends.get(id(x), frozenset()) for x in leaves((op.args, op.kwargs), torch.Tensor)))
     if not depends or op.name in _SHAPES_ONLY:
         return False
     if op.name in ("_local_scalar_dense", "equal", "nonzero"):
+        if "bound" in depends:
+            made.compares = True
         if "position" in depends:
             raise NotRecorded("its code looks at the position")
         return False  # a check of the token, or of the range that it lies in
+    if anywhere and op.name in _COMPARES and depends == {"position"} and not isinstance(op.args[1], torch.Tensor):
+        depends = frozenset({"bound"})
     if op.name == "aminmax":  # who asks for both ends wants to know whether a table has these rows: not what comes of it
         depends = frozenset({"range"})
     if torch.Tag.nondeterministic_seeded in op.func.tags:

@@ -119,6 +119,11 @@ class Decoder:
             if any(isinstance(entry, Attended) and entry.bias is not None for entry in tapes[0].entries):
                 tapes = [self._tape(tokens, BEFORE, plain, far) for far in (FAR, FAR + 1)]
             made = [compiled.compile(tape) for tape in tapes]
+            if made[0].compares:  # what is the same at both ends is the same between, wherever its code asks for a bound
+                limit = context_limit(self._model.config)
+                if limit is None:
+                    raise NotRecorded("its code looks at the position")
+                made.append(compiled.compile(self._tape(tokens, BEFORE, plain, limit - 1)))
             if not all(compiled.same(made[0], other) for other in made[1:]):
                 raise NotRecorded("its code looks at the position")
             dtype = halves(self._past(tokens[:1]))[0].layers[0].keys.dtype

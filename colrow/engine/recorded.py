@@ -117,7 +117,7 @@ def record(model: Any, group: Group, forward: Forward, past: Any, token: int, pl
     if recorder.problem:
         raise NotRecorded(recorder.problem)
     windows = tuple(getattr(layer, "sliding_window", 0) or 0 for layer in past.layers)
-    return Tape(recorder.entries, ids, positions, logits, windows)
+    return Tape(recorder.entries, ids, positions, logits, windows, source is not None)
 
 
 @contextmanager

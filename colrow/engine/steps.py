@@ -96,6 +96,7 @@ class Steps:
         self.steps: list[Step] = []
         self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.depends = light
+        self.compares = False  # its code asks whether a position lies beyond some bound
         self.int8: dict[int, Matrix] = {}  # weights that the modules made of int8 numbers, by recorded tensor
         self.picked: dict[int, Picked] = {}  # by recorded tensor, too
         self.views: dict[int, Ran] = {}  # of light tensors: what made them

@@ -82,10 +82,11 @@ Entry = Ran | Added | Cached | Attended
 @dataclass(frozen=True)
 class Tape:
     """All of it, in order. `ids` [1, 1] and `positions` [1, 1] went in, `logits` [1, columns] came out. `windows`: of each layer of the
-    cache the number of positions that are seen, 0 for all."""
+    cache the number of positions that are seen, 0 for all. `anywhere`: it can be recorded behind any number of positions."""
 
     entries: list[Entry]
     ids: torch.Tensor
     positions: torch.Tensor
     logits: torch.Tensor
     windows: tuple[int, ...]
+    anywhere: bool = False

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from colrow.comm.group import Group, single
+from colrow.comm.local import run_threads
 from colrow.engine import decoder as decoders
+from colrow.engine.batch import Batch
 from colrow.engine.generate import generate
+from colrow.engine.request import Output
 from colrow.engine.slots import Slot, as_cache
 from colrow.engine.stopping import Limits
 from colrow.engine.translate import Translate
@@ -20,8 +23,9 @@ from colrow.planning.models import build
 from colrow.proof.noise import add_noise
 
 from .families import TRANSLATORS
+from .test_engine_batch import at_once, serve
 from .test_engine_program import exact, prepared, rows, split
-from .test_engine_translate import speaking
+from .test_engine_translate import request, speaking
 
 CASES = [(family, 2) for family in TRANSLATORS if family != "whisper"]
 CASES += [("t5", 1), ("t5", 4), ("t5", 7), ("bart", 1), ("bart", 7)]  # 6 heads: in fours and twos, and one more rank than heads
@@ -139,3 +143,36 @@ def test_int8() -> None:
     decoder = prepared(model, single())
     assert decoder.program is not None, decoder.why
     assert decoder.program.int8
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "ranks"), [("t5", torch.bfloat16, 1), ("marian", torch.float32, 2), ("m2m100", torch.bfloat16, 1)]
+)
+def test_requests_that_join_and_leave_at_every_step_get_the_bits_they_get_alone(family: str, dtype: torch.dtype, ranks: int) -> None:
+    """In a server's batch, log-probabilities included: some begin while others go on, one goes away, the cache is too small for all."""
+    model = speaking(family).to(dtype)
+    asked = [request(at, "a longer prompt than others have"[: 3 + 5 * at], logprobs=2, max_new_tokens=4 + 3 * at) for at in range(6)]
+
+    def told(script: Any, **options: Any) -> dict[int, list[Any]]:
+        def rank(group: Group) -> list[Output]:
+            return serve(group, model, script, **options)
+
+        found: dict[int, list[Any]] = {}
+        for output in run_threads(rank, ranks)[0] if ranks > 1 else rank(single()):
+            found.setdefault(output.id, []).extend([*output.tokens, *output.logprobs, *([output.finish] if output.finish else [])])
+        return found
+
+    def come_and_go(batch: Batch, step: int, outputs: list[Output]) -> bool:
+        for number, one in enumerate(asked):
+            if step == 2 * number:
+                batch.add(one)
+        if step == 3:
+            batch.add(request(9, "who goes away"))
+        if step == 5:
+            batch.abort(9)
+        return step > 12 and batch.idle
+
+    alone = {one.id: told(at_once([one]))[one.id] for one in asked}
+    together = told(come_and_go, cache_tokens=160)
+    assert {id: together[id] for id in alone} == alone
+    assert together[9][-1] == "abort"

@@ -4,8 +4,9 @@
 
 FOLDER gets the weights, once. Every contestant runs by itself; one that is asked for by several --next calls is shown by its medians.
 
-* tokens/s after the first token, by the median of the steps; as a part of the floor, which is the bytes of all weights that a token reads /
-  the bandwidth that bench/read.c measures with as many processes as there are ranks (or threads), just before and just after.
+* tokens/s after the first token, by the median of the steps; as a part of the floor: the tokens/s of which nothing but reading the bytes
+  of the weights would be left, by bench/read.c. Memory is now faster, now slower where a machine is shared, so colrow's ranks (or threads)
+  read other memory of that size in turns with their steps. Of peers it is what as many processes read just before and just after.
 * prompt: tokens/s of a prompt of 512; as a part of what the model's own matrix products reach by themselves on the same ranks, in the run
   of each colrow contestant: their time for 512 tokens, one product after the other, without anything between them.
 * together: tokens/s of 8 sequences in one step.
@@ -31,10 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bandwidth import read_bandwidth
+from bandwidth import Reader, read_bandwidth
 from gguf import GGMLQuantizationType
 from gguf_model import write as write_gguf
-from peers.timing import LONG, PROMPT, prompt, rate, seconds
+from peers.timing import LONG, PROMPT, prompt, seconds
 from random_model import write
 from transformers import LlamaConfig
 
@@ -67,20 +68,28 @@ def colrow(group: Group, folder: str, dtype: str, tokens: int, threads: int, pro
     torch.set_num_threads(threads)
     engine = api.open_engine(folder, group, dtype=dtype, gate=False)
     decoder = engine.decoder if program else None
-    times = []
-    for _ in generate(engine.model, group, [prompt(PROMPT)], limits=Limits(tokens + 2), decoder=decoder):
-        times.append(time.perf_counter())
+    rows = engine.model.get_input_embeddings().weight  # of it only one row is read, unless the head shares it
+    shared = engine.model.config.tie_word_embeddings
+    read = account.memory(engine.model, group)[0].parameters - (0 if shared else rows.numel() * rows.element_size())
+    reader = Reader(read, threads)
+    steps, reads = [], []
+    answer = generate(engine.model, group, [prompt(PROMPT)], limits=Limits(tokens + 2), decoder=decoder)
+    for _ in range(tokens + 2):
+        start = time.perf_counter()
+        next(answer)
+        steps.append(time.perf_counter() - start)
+        collectives.barrier(group, "bench.read")
+        reads.append(reader.seconds())
+        collectives.barrier(group, "bench.read")
     forward = Forward(engine.model)
-    out: Result = {"rate": rate(times[1:]), "prefill": LONG / seconds(lambda: forward(torch.tensor([prompt(LONG)]), None, None))}
+    out: Result = {"rate": 1 / statistics.median(steps[2:]), "floor": 1 / statistics.median(reads[2:])}
+    out["prefill"] = LONG / seconds(lambda: forward(torch.tensor([prompt(LONG)]), None, None))
     if dtype != "int8":
         out["products"] = LONG / products(engine.model, group)
     if decoder is not None and decoder.program is not None:
         past = forward(torch.tensor([prompt(PROMPT)]), None, None)[1]
         slots = [Slot(past) for _ in range(TOGETHER)]
         out["together"] = TOGETHER / seconds(lambda: decoder.program.run([5] * TOGETHER, slots), 9)  # type: ignore[union-attr]
-    rows = engine.model.get_input_embeddings().weight  # of it only one row is read, unless the head shares it
-    shared = engine.model.config.tie_word_embeddings
-    read = account.memory(engine.model, group)[0].parameters - (0 if shared else rows.numel() * rows.element_size())
     return {**out, "bytes": read * group.size, "how": engine.decoder.steps if program else "the modules"}
 
 
@@ -180,7 +189,8 @@ def lines(results: list[Result]) -> Iterator[str]:
             yield f"{name:30} left out: {r['left out']}"
             continue
         known = sizes.get(_int8(name), 0)
-        floor = f"{r['rate'] * known / (r['one'] if r['readers'] == 1 else r['two']) / 1e9:8.2f}" if known else f"{'':8}"
+        around = (r["one"] if r["readers"] == 1 else r["two"]) * 1e9 / known if known else 0
+        floor = f"{r['rate'] / r.get('floor', around):8.2f}" if known else f"{'':8}"
         part = f"{r['prefill'] / r['products']:11.2f}" if "products" in r else f"{'':11}"
         together = f"{r['together']:8.1f} ({r['together'] / r['rate']:.1f}x)" if "together" in r else f"{'':15}"
         ratios = (r["rate"] / first["rate"], r["prefill"] / first["prefill"])
@@ -202,7 +212,7 @@ def _compared(found: dict[str, Result]) -> Iterator[str]:
             yield f"{mine} is {rates[mine] / rates[theirs]:.2f} times {theirs}"
     two, one = "colrow tp=2, 1 thread each", "colrow tp=1, 1 thread"
     if two in rates and one in rates:
-        growth = statistics.median(r["two"] / r["one"] for r in found.values() if "two" in r)
+        growth = found[two]["floor"] / found[one]["floor"]
         yield f"two processes read {growth:.2f} times as fast as one; tp=2 decodes {rates[two] / rates[one]:.2f} times as fast as tp=1"
 
 

@@ -1,6 +1,8 @@
 /* How fast processes of this host read memory, each its own, all at once: the bound of decoding, which reads every weight once a token.
  *
  *     read BYTES ROUNDS CPU...      one process pinned to each CPU; prints the median GB/s of each process
+ *
+ * As a library it has `look`, which reads once.
  */
 #define _GNU_SOURCE
 #include <sched.h>
@@ -11,6 +13,12 @@
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+
+uint64_t look(const uint64_t *memory, size_t words) {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < words; i++) sum ^= memory[i];
+    return sum;
+}
 
 static double now(void) {
     struct timespec t;
@@ -42,7 +50,7 @@ int main(int count, char **words) {
         for (size_t i = 0; i < words_of; i++) memory[i] = i;
         for (int r = 0; r < rounds; r++) {
             const double start = now();
-            for (size_t i = 0; i < words_of; i++) sum ^= memory[i];
+            sum ^= look(memory, words_of);
             times[r] = now() - start;
         }
         qsort(times, (size_t)rounds, sizeof *times, by_size);

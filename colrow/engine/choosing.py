@@ -1,4 +1,4 @@
-"""Choosing: ops of routers, which choose by scores, as instructions: the largest, what lies at given places, softmax, masks.
+"""Choosing: ops that choose, those of routers first, as instructions: the largest, what lies at given places, softmax, masks.
 
 Places are tensors of whole numbers; in an arena they are floats, as everything is. Masks are 0 or 1.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..kernels.library import Op
-from .steps import Choice, Step, Steps
+from .steps import Choice, Constant, Step, Steps
 from .tape import NotRecorded, Ran
 
 
@@ -89,6 +89,33 @@ def _masked_fill(made: Steps, op: Ran) -> None:
     made.emit(Op.FILL, made.new(op.outputs[0]), made.source(given), made.source(mask), float(value))
 
 
+def _isinf(made: Steps, op: Ran) -> None:
+    """1 where a number is beyond what the recorded dtype holds: in an arena it would not have become infinite."""
+    x, out = made.shadow(op.args[0]), made.new(op.outputs[0])
+    made.emit(Op.ABS, out, x)
+    made.emit(Op.SUB, out, out, torch.finfo(op.args[0].dtype).max)
+    made.emit(Op.MAXIMUM, out, out, 0.0)
+    made.emit(Op.TRUTH, out, out)
+
+
+def _any(made: Steps, op: Ran) -> None:
+    if len(op.args) > 1:
+        raise NotRecorded("it asks for any along a dim")
+    x = made.contiguous(made.shadow(op.args[0])).view(-1)
+    out = made.new(op.outputs[0])
+    made.steps.append(Step(Op.MAX, [out.view(1)], (x,)))
+    made.emit(Op.TRUTH, out, out)
+
+
+def _where(made: Steps, op: Ran) -> None:
+    """Of a condition and one number for each answer."""
+    condition, yes, no = op.args
+    if any(isinstance(x, torch.Tensor) and (x.numel() > 1 or made.is_live(x) or id(x) in made.depends) for x in (yes, no)):
+        raise NotRecorded("it chooses between two tensors")
+    otherwise = Constant(torch.full(op.outputs[0].shape, float(no)))
+    made.emit(Op.FILL, made.new(op.outputs[0]), otherwise, made.source(condition), float(yes))
+
+
 def _softmax(made: Steps, op: Ran) -> None:
     if not _is_last(op.args[1], op.args[0]):
         raise NotRecorded("it has a softmax along another dim than the last")
@@ -113,6 +140,9 @@ CHOOSING = {
     "gather": _gather,
     "scatter": _scatter,
     "masked_fill": _masked_fill,
+    "isinf": _isinf,
+    "any": _any,
+    "where": _where,
     "_softmax": _softmax,
 }
 """By the op's name, without the underscore of those that work in place."""

@@ -112,6 +112,12 @@ def test_a_plan_for_another_model_is_refused_before_it_is_carried_out(tmp_path, 
     for use in (lambda: verify.verify(find(str(tmp_path), False), 2, plan=made), lambda: check_made_for(made, tiny.config("qwen2"))):
         with pytest.raises(UserError, match="made for another model"):
             use()
+    tiny.config("llama", vocab_size=99).save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--plan", str(tmp_path / "plan.json")]) == 2
+    assert "made for a model of other sizes, got model.embed_tokens.weight [101, 72], here [99, 72]" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"model.layers.2.*missing, here \["):
+        check_made_for(made, tiny.config("llama", num_hidden_layers=3))
+    assert check_made_for(made, tiny.config("llama", rms_norm_eps=1e-5)) is made
 
 
 def test_colrow_alone_prints_its_help_line_by_line(capsys: pytest.CaptureFixture[str]) -> None:

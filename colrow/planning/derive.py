@@ -57,11 +57,23 @@ def digest(config: PreTrainedConfig) -> str:
 
 
 def check_made_for(plan: Plan, config: PreTrainedConfig) -> Plan:
-    """`plan`, or UserError where it was made for a model of another type. Other sizes show when it is carried out (parallel/check.py)."""
+    """`plan`, or UserError where it was made for a model of another type, or of other sizes. Where configs differ it is the parameters that
+    count: a config may say more in another release. All else shows when the plan is carried out (parallel/check.py)."""
     if plan.model_type != config.model_type:
         works = f"a plan that colrow plan wrote for this {config.model_type} model"
         raise UserError("the plan was made for another model", f"a plan for {plan.model_type}", works)
+    if plan.config_digest not in ("", digest(config)):
+        shapes = {name: tuple(p.shape) for name, p in empty_model(config, "eager").named_parameters(remove_duplicate=False)}
+        planned = {name: tuple(entry.shape) for name, entry in plan.names()}
+        for name in {**shapes, **planned}:
+            if planned.get(name) != shapes.get(name):
+                found = f"{name} {_size(planned.get(name))}, here {_size(shapes.get(name))}"
+                raise UserError("the plan was made for a model of other sizes", found, "a plan that colrow plan wrote for this one")
     return plan
+
+
+def _size(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))
 
 
 def _check(ranks: int, weights: Sequence[float] | None) -> None:

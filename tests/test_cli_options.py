@@ -190,3 +190,11 @@ def test_public_names_are_there() -> None:
         _ = colrow.nothing
     assert colrow.Sampling(temperature=0).greedy
     assert tiny.config("llama").vocab_size == 101
+
+
+def test_standard_output_on_a_full_disk_is_said_in_one_line(tmp_path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.config("llama").save_pretrained(tmp_path)
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["plan", str(tmp_path), "--tp", "2"]) == 2
+    assert capsys.readouterr().err.startswith("colrow: standard output cannot be written, got No space left on device; try: ")

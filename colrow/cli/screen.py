@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,15 @@ class Screen:
 
 
 def say(text: str = "", end: str = "\n") -> None:
-    print(text, end=end, flush=True)
+    """To standard output. UserError where that is a file on a disk that is full; a reader who has gone is the parser's to meet."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with suppress(OSError):
+            sys.stdout.close()  # what is left in its buffer would be tried again at the end
+        raise UserError("standard output cannot be written", error.strerror, "a disk with room") from error
 
 
 def note(text: str) -> None:

@@ -29,9 +29,9 @@ typedef struct {
 #endif
 
 /* What is read and what is fetched meanwhile: w [rows, 2 * pairs], rows `stride` apart, and as many rows that are `ahead` of them, if any;
- * x [pairs, V * LANES, 2] and such numbers from `next` on. */
+ * x [pairs, V * LANES, 2]. */
 typedef struct {
-    const uint16_t *w, *x, *next;
+    const uint16_t *w, *x;
     int64_t rows, stride, ahead, pairs;
     uint16_t *out; /* where the sums will go, of tokens `out_stride` apart; NULL: not yet */
     int64_t out_stride;
@@ -40,14 +40,13 @@ typedef struct {
 /* sums [R, V * LANES] += w x, of R rows from `row` on. The first time there are no sums yet. */
 PAIRS INLINE void many_tile(const Piece *piece, int64_t row, float *sums, int first, int R, int V) {
     const int64_t stride = piece->stride, pairs = piece->pairs, ahead = piece->ahead;
-    const uint16_t *const w = piece->w + row * stride, *const x = piece->x, *next = piece->next + row / TILE_ROWS * pairs * 2 * 4;
+    const uint16_t *const w = piece->w + row * stride, *const x = piece->x;
     sums += row * V * LANES;
     __m512 sum[2 * TILE_ROWS][4];
 #define EACH _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
     EACH sum[r][v] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + (r * V + v) * LANES);
     for (int64_t line = 0; line < pairs; line += LANES) {
         if (ahead) _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) __builtin_prefetch(w + r * stride + 2 * line + ahead, 0, 2);
-        _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) __builtin_prefetch(next + line * 2 * 4 + i * 2 * LANES, 0, 2);
         const int64_t end = pairs - line < LANES ? pairs : line + LANES;
         for (int64_t p = line; p < end; p++) {
             __m512bh columns[4];
@@ -161,9 +160,8 @@ static void many_block(const Many *m, const uint16_t *w, const uint16_t *next, i
         for (int64_t t = 0; t < count; t += WIDE) {
             const int V = vectors(count - t), last = t + WIDE >= count;
             const uint16_t *x = columns + t * m->n + k * V * LANES;
-            const uint16_t *coming = last ? columns + after * vectors(count) * LANES : columns + (t + WIDE) * m->n + k * vectors(count - t - WIDE) * LANES;
             uint16_t *const out = m->out + (token + t) * m->block.rows + first;
-            const Piece piece = {w + k, x, coming, rows, m->n, last ? (after ? depth : next - w - k) : 0, depth / 2, after ? NULL : out, m->block.rows};
+            const Piece piece = {w + k, x, rows, m->n, last ? (after ? depth : next - w - k) : 0, depth / 2, after ? NULL : out, m->block.rows};
             tiles[V - 1](&piece, sums + t * BLOCK_ROWS, k == 0);
             if (after) continue;
             many_out(sums + t * BLOCK_ROWS, rows, V, m->bias ? m->bias + first : NULL, out, m->block.rows, count - t);
@@ -184,7 +182,8 @@ static int many(const Many *m, int64_t part, int64_t parts) {
             many_pack(m->x + (token + t) * m->x_stride, m->x_stride, count - t, m->n / 2, columns + t * m->n, vectors(count - t));
         for (int64_t first = part * BLOCK_ROWS; first < rows; first += parts * BLOCK_ROWS) {
             const int64_t used = many_least(BLOCK_ROWS, rows - first), after = first + parts * BLOCK_ROWS;
-            const uint16_t *w = (const uint16_t *)m->block.weight + first * m->n, *next = after + BLOCK_ROWS <= rows ? w + parts * BLOCK_ROWS * m->n : w;
+            const uint16_t *w = (const uint16_t *)m->block.weight + first * m->n;
+            const uint16_t *next = after + BLOCK_ROWS <= rows ? w + parts * BLOCK_ROWS * m->n : w;
             if (m->block.scale) {
                 for (int64_t r = 0; r < used; r += PANEL_ROWS) panel_rows(&m->block, first + r, m->n, BF16, (char *)(made + r * m->n));
                 w = next = made;

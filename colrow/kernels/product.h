@@ -35,14 +35,14 @@ typedef struct {
     Floats (*kept)[COLUMNS];
 } Spot;
 
-/* While `length` bytes of R rows are read, from `at` on, as many of the next R rows are asked for: for one column in the order in which they
- * lie in memory; for several, which take longer, where they will be wanted. */
+/* While `length` bytes of R rows are read, from `at` on, as many of later ones are asked for: for one column of the next R rows, in the order
+ * in which they lie in memory. For several columns, which fill the nearest cache, of the R rows after those, into the next cache. */
 INLINE void fetch(const char *rows, int64_t bytes, int64_t ahead, int64_t at, int64_t length, int R, int C) {
     if (C == 1)
         for (int64_t i = 0; i < R * length; i += 64) __builtin_prefetch(rows + ahead + R * at + i);
     else
         for (int r = 0; r < R; r++)
-            for (int64_t i = 0; i < length; i += 64) __builtin_prefetch(rows + ahead + r * bytes + at + i);
+            for (int64_t i = 0; i < length; i += 64) __builtin_prefetch(rows + 2 * ahead + r * bytes + at + i, 0, 2);
 }
 
 #define EACH_SUM _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) _Pragma("GCC unroll 8") for (int c = 0; c < C; c++)

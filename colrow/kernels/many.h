@@ -145,6 +145,39 @@ PAIRS static void many_out(const float *sums, int64_t rows, int V, const uint16_
         }
 }
 
+/* A group of the panel's rows, n apart, as panel_rows makes it: two pairs of a row become a word, words are turned, and each is scaled. */
+PAIRS static void many_group(const int8_t *weights, const float *scales, uint16_t *out, int64_t rows, int64_t n) {
+    __m512i v[2][LANES]; /* of half the rows, four weights of each a word */
+    for (int i = 0; i < LANES; i++) {
+        const __m512i a = _mm512_loadu_si512(weights + 2 * i * 2 * PANEL_ROWS), b = _mm512_loadu_si512(weights + (2 * i + 1) * 2 * PANEL_ROWS);
+        v[0][i] = _mm512_unpacklo_epi16(a, b), v[1][i] = _mm512_unpackhi_epi16(a, b);
+    }
+    for (int h = 0; h < 2; h++) {
+        turn_words(v[h]);
+        for (int i = 0; i < LANES; i++) {
+            const int row = i / 4 * 8 + h * 4 + i % 4; /* unpacking takes four rows of every eight */
+            if (row >= rows) continue;
+            const __m512 scale = _mm512_set1_ps(scales[row]);
+            __m512 part[4];
+#define PART(q) part[q] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(v[h][i], q))), scale)
+            PART(0), PART(1), PART(2), PART(3);
+#undef PART
+            _mm512_storeu_si512(out + row * n, (__m512i)_mm512_cvtne2ps_pbh(part[1], part[0]));
+            _mm512_storeu_si512(out + row * n + 2 * LANES, (__m512i)_mm512_cvtne2ps_pbh(part[3], part[2]));
+        }
+    }
+}
+
+/* The panel that begins with row `first`, in bfloat16. */
+static void many_panel(const Block *block, int64_t first, int64_t n, uint16_t *out) {
+    const int64_t rows = block->rows - first < PANEL_ROWS ? block->rows - first : PANEL_ROWS, groups = n / GROUP;
+    if (n % GROUP) panel_rows(block, first, n, BF16, (char *)out);
+    else
+        for (int64_t g = 0; g < groups; g++)
+            many_group((const int8_t *)block->weight + (first * groups + g * PANEL_ROWS) * GROUP, block->scale + first * groups + g * PANEL_ROWS,
+                       out + g * GROUP, rows, n);
+}
+
 INLINE int64_t many_least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Of the tokens that go together, where `count` are left. */
@@ -185,7 +218,7 @@ static int many(const Many *m, int64_t part, int64_t parts) {
             const uint16_t *w = (const uint16_t *)m->block.weight + first * m->n;
             const uint16_t *next = after + BLOCK_ROWS <= rows ? w + parts * BLOCK_ROWS * m->n : w;
             if (m->block.scale) {
-                for (int64_t r = 0; r < used; r += PANEL_ROWS) panel_rows(&m->block, first + r, m->n, BF16, (char *)(made + r * m->n));
+                for (int64_t r = 0; r < used; r += PANEL_ROWS) many_panel(&m->block, first + r, m->n, made + r * m->n);
                 w = next = made;
             }
             many_block(m, w, next, first, used, columns, token, count, sums);

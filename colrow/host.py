@@ -30,7 +30,7 @@ from .engine.prompts import Prompt, check_list, encode
 from .engine.request import Output, Request, TokenLogprob
 from .engine.settings import Sampling, check_dtype
 from .errors import ColrowError, UserError
-from .serve.messages import Abort, Limits, Ready, Stop, Where
+from .serve.messages import Abort, Limits, Ready, Stop, Where, meeting_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,7 +94,7 @@ class Engine:
         with ExitStack() as opening, _on_disk(model, tokenizer, trust_remote_code) as files:
             ranks = opening.enter_context(Ranks(tp, backend, IMPORTS, main=False))
             self.tokenizer = files.tokenizer()
-            listener = opening.enter_context(Listener(("127.0.0.1", 0), authkey=(key := os.urandom(32))))
+            listener = opening.enter_context(Listener(meeting_place(), authkey=(key := os.urandom(32))))
             accepted: list[Connection] = []
             accepting = threading.Thread(target=_accept, args=(listener, accepted), daemon=True)
             accepting.start()

@@ -4,15 +4,16 @@ the length leave keys behind that were turned by others. Their prompts go throug
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers as tf
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from colrow.comm.group import single
 from colrow.comm.local import run_threads
-from colrow.engine.continuing import continues
+from colrow.engine.continuing import _keeps_positions, continues
 from colrow.engine.engine import Engine
 from colrow.engine.forward import Forward
 from colrow.engine.generate import Memory, generate
@@ -74,3 +75,12 @@ def test_a_state_in_modules_is_refused() -> None:
     config = tf.RecurrentGemmaConfig(**{**PAIRS, "num_hidden_layers": 3}, lru_width=48, attention_window_size=7)
     with pytest.raises(UserError, match="keeps the state of one sequence in its modules"):
         Engine(tiny.whole(config, torch.float64, attention=None), single())
+
+
+def test_a_cache_of_two_caches_is_not_gone_on_from() -> None:
+    """BLT's, which has no layers of its own to look at."""
+
+    def forward(*_: Any) -> Any:
+        return None, EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+    assert not _keeps_positions(cast("Forward", forward), torch.tensor([[1]]))

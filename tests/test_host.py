@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import colrow
 from colrow.engine.settings import Sampling
 from colrow.errors import RankError, UserError
+from colrow.serve.messages import meeting_place
 from tests import tiny
 from tests.test_engine_text import byte_level
 from tests.test_serve_api import alone
@@ -122,3 +125,15 @@ def test_a_plain_script_needs_no_guard_and_no_close(whole: Any, folder: Path, tm
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["once", repr(alone(whole, "Hello", 12))]
     assert done.stderr == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is a port")
+def test_nobody_who_looks_for_open_ports_is_taken_for_rank_0() -> None:
+    """Whoever connected first was accepted, and rank 0, which came second, waited forever."""
+    with Listener(meeting_place(), authkey=b"key") as listener, ThreadPoolExecutor(1) as beside:
+        accepted = beside.submit(listener.accept)
+        assert isinstance(listener.address, bytes)
+        assert listener.address.startswith(b"\0colrow-")
+        with Client(listener.address, authkey=b"key") as rank_0, accepted.result(10) as connection:
+            connection.send("a command")
+            assert rank_0.recv() == "a command"

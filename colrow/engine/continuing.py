@@ -35,7 +35,8 @@ def continues(forward: Forward, group: Group, context: int | None) -> bool:
 def _keeps_positions(forward: Forward, ids: torch.Tensor) -> bool:
     """Whether the cache is keys and values of positions, and in no layer a state that stands for all of them."""
     past = forward(ids, None, None)[1]
-    return isinstance(past, Cache) and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in past.layers)
+    layers = getattr(past, "layers", None)  # a cache of two caches has none (BLT's)
+    return isinstance(past, Cache) and bool(layers) and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def _keeps_keys(forward: Forward, ids: torch.Tensor, context: int) -> bool:

@@ -18,7 +18,7 @@ from multiprocessing.connection import Listener
 from typing import Any
 
 from ..engine.request import Output, Request
-from .messages import Abort, Ready, Stats, Stop, Where
+from .messages import Abort, Ready, Stats, Stop, Where, meeting_place
 
 Start = Callable[[Where], Iterator[Any]]
 """start(where): what rank 0 yields while it serves (worker.work), and before that whatever the opening tells."""
@@ -122,7 +122,7 @@ class Bridge:
         tokenizer: Future[Any] = Future()
         threading.Thread(target=_fulfil, args=(tokenizer, self._make_tokenizer), name="tokenizer", daemon=True).start()
         try:
-            with Listener(("127.0.0.1", 0), authkey=(key := os.urandom(32))) as listener:
+            with Listener(meeting_place(), authkey=(key := os.urandom(32))) as listener:
                 threading.Thread(target=self._send, args=(listener,), name="commands", daemon=True).start()
                 items = self._start(Where(listener.address, key))
                 for item in items:

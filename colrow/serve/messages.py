@@ -5,7 +5,10 @@ To rank 0: a Request, an `Abort`, or `Stop`. From rank 0: `Ready` once, then lis
 
 from __future__ import annotations
 
+import secrets
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,17 @@ class Stop:
     """Nothing comes after it."""
 
 
+def meeting_place() -> Any:
+    """An address for multiprocessing's Listener, where rank 0 will come. On Linux a name that is not in the file system: whatever looks for
+    open ports would be taken for rank 0, which would then wait forever. Elsewhere a port."""
+    return f"\0colrow-{secrets.token_hex(16)}" if sys.platform == "linux" else ("127.0.0.1", 0)
+
+
 @dataclass(frozen=True)
 class Where:
     """Where rank 0 finds the HTTP side."""
 
-    address: tuple[str, int]
+    address: Any
     key: bytes
 
 

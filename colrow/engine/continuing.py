@@ -36,7 +36,9 @@ def _keeps_positions(forward: Forward, ids: torch.Tensor) -> bool:
     """Whether the cache is keys and values of positions, and in no layer a state that stands for all of them."""
     past = forward(ids, None, None)[1]
     layers = getattr(past, "layers", None)  # a cache of two caches has none (BLT's)
-    return isinstance(past, Cache) and bool(layers) and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    if not isinstance(past, Cache) or not layers:
+        return False
+    return not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def _keeps_keys(forward: Forward, ids: torch.Tensor, context: int) -> bool:

@@ -41,7 +41,7 @@ def works(plan: Plan, model: Model, batch: int, context: int, dtype_bytes: int) 
         numbers = looked_at(plan, model, rank, context + 1, latents=True)
         head = [t for t in plan.tensors.values() if t.name in model.head]
         scores = head[0].partition.local_shape(head[0].shape, rank)[0] if head else 0
-        out.append(Work(elements * dtype_bytes, operations / batch, numbers, model.ops, scores))
+        out.append(Work(elements * dtype_bytes, operations / batch, numbers, model.instructions, scores))
     return out
 
 

@@ -18,6 +18,7 @@ from .kept import Heads, heads
 from .trace import BATCH, AttentionCall, Op, Trace, trace
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
+_MADE = {"native_layer_norm": 9, "_fused_rms_norm": 6, "addmm": 1, "baddbmm": 1}
 _EXPERTS = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
 
 
@@ -35,8 +36,8 @@ class Attending:
 @dataclass(frozen=True)
 class Model:
     """`head`: parameters that make logits only, `lookups`: those that only rows are taken of. `active_experts`: that a token uses, 0 if
-    there are none. `ops`: that a forward pass starts. `touched`: elements for each token that ops between products read and write,
-    outside the modules that hold matrices and inside, where they are cut."""
+    there are none. `ops`: that a forward pass starts. `touched`: elements for each token that ops between products read and write, outside
+    the modules that hold matrices and inside, where they are cut. `instructions`: between products, of a program."""
 
     heads: tuple[Heads, ...]
     attention: tuple[Attending, ...]
@@ -45,6 +46,7 @@ class Model:
     ops: int = 0
     touched: tuple[float, float] = (0.0, 0.0)
     head: frozenset[str] = frozenset()
+    instructions: int = 0
 
 
 def of(found: Trace) -> Model:
@@ -55,7 +57,8 @@ def of(found: Trace) -> Model:
     latents = {h.module: 2 * h.key + h.value for h in kept if not h.cut}  # keys with what is rotated beside, and once more as values
     attention = {c.module: _attending(found, c, latents.get(c.module, 0)) for c in found.attention}
     experts = next((n for key in _EXPERTS if (n := getattr(found.config, key, 0))), 0)
-    return Model(kept, tuple(attention.values()), lookups, int(experts), len(found.ops), _touched(found), _head(found))
+    counted = (len(found.ops), _touched(found), _head(found), _instructions(found))
+    return Model(kept, tuple(attention.values()), lookups, int(experts), *counted)
 
 
 def of_config(config: PreTrainedConfig) -> Model:
@@ -83,6 +86,7 @@ def longer(model: Model, trace: Trace, config: PreTrainedConfig) -> Model:
         heads=heads,
         attention=attention,
         ops=model.ops + len(inside) * times,
+        instructions=model.instructions + _instructions(trace, inside) * times,
         touched=(model.touched[0] + whole * times, model.touched[1] + cut * times),
     )
 
@@ -91,6 +95,17 @@ def _attending(trace: Trace, call: AttentionCall, latent: int) -> Attending:
     """`latent`: numbers that a head looks at of a position whose latent is kept."""
     _, heads, _, key = trace.values[call.q].shape
     return Attending(call.module, int(heads * (key + trace.values[call.v].shape[3])), call.window, int(heads * latent))
+
+
+def _instructions(trace: Trace, ops: list[Op] | None = None) -> int:
+    """About as many as engine/lower.py makes of the ops: one of each that computes, more of norms, one of a product's bias."""
+    found = 0
+    for op in trace.ops if ops is None else ops:
+        constant = any(trace.values[at].constant for at in op.outputs if at >= 0)
+        if constant or op.func.is_view or op.name in ("_unsafe_view", "embedding") or op.attention is not None:
+            continue
+        found += _MADE.get(op.name, 0 if op.name in PRODUCTS else 1)
+    return found
 
 
 def _touched(trace: Trace, ops: list[Op] | None = None) -> tuple[float, float]:

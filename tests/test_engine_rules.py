@@ -110,9 +110,9 @@ def test_what_a_request_says_itself_comes_first() -> None:
 
 
 def test_what_is_not_obeyed_is_said() -> None:
-    config = GenerationConfig(num_beams=4, no_repeat_ngram_size=3)
+    config = GenerationConfig(num_beams=4, no_repeat_ngram_size=3, stop_strings=["END"])
     rules = rules_of(config, frozenset([2]))
-    assert "num_beams=4" in rules.warning
+    assert "num_beams=4, stop_strings=['END']" in rules.warning
     assert "ngram" not in rules.warning
     assert [bool(found) for found in (rules, rules_of(GenerationConfig(), frozenset([2])), rules_of(None, frozenset()))] == [
         True,

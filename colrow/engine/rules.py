@@ -92,7 +92,7 @@ class Rules:
     def warning(self) -> str:
         """A sentence about what is not obeyed; "" where that is nothing."""
         listed = ", ".join(self.ignored)
-        return f"generation_config.json asks for {listed}, which colrow does not do: tokens are chosen along one sequence" if listed else ""
+        return f"generation_config.json asks for {listed}, which colrow does not do" if listed else ""
 
 
 def rules_of(config: Any, eos: frozenset[int]) -> Rules:

@@ -35,8 +35,8 @@ ON_TWO += ["stablelm-qk"]  # a norm for each head
 
 @pytest.mark.parametrize(("family", "ranks"), [("llama", 1), ("llama", 5), *((family, 2) for family in ON_TWO)])
 def test_a_plan_says_what_the_program_does(family: str, ranks: int) -> None:
-    """Operations, numbers looked at, scores, and sums, of every rank; bytes but for norms and biases, of which plans count all; about as many
-    instructions between products."""
+    """Operations, numbers looked at, scores, and sums, of every rank; bytes but for norms and biases, of which plans count all; about as
+    many instructions between products."""
 
     def rank(part: Any, group: Group) -> tuple[program.Work, list[cost.Predicted]]:
         made = prepared(part, group).program

@@ -121,6 +121,15 @@ def test_what_is_not_obeyed_is_said() -> None:
     ]
 
 
+def test_a_bias_that_would_come_behind_the_penalty_is_named() -> None:
+    bias = [[[20], 5.0]]
+    config = GenerationConfig(sequence_bias=bias, repetition_penalty=1.8)
+    rules = rules_of(config, frozenset())
+    assert (rules.wanted, rules.repetition_penalty) == ((), 1.8)
+    assert "sequence_bias=[[[20], 5.0]]" in rules.warning
+    assert rules_of(GenerationConfig(sequence_bias=bias), frozenset()).wanted == (("sequence_bias", bias),)
+
+
 NO_RULES = {"no_repeat_ngram_size": -2, "bad_words_ids": [7], "sequence_bias": 3, "min_length": "x"}
 
 

@@ -29,9 +29,9 @@ class Place:
 
 
 _Make = Callable[[Any, "Rules", Place], Any]  # (the setting, all rules, place) -> a processor
-_FIRST = "forced_bos_token_id"
+_FIRST, _BIAS = "forced_bos_token_id", "sequence_bias"
 _RULES: dict[str, tuple[Any, _Make]] = {
-    "sequence_bias": (None, lambda given, rules, place: generation.SequenceBiasLogitsProcessor(given)),
+    _BIAS: (None, lambda given, rules, place: generation.SequenceBiasLogitsProcessor(given)),
     "no_repeat_ngram_size": (0, lambda given, rules, place: generation.NoRepeatNGramLogitsProcessor(given)),
     "bad_words_ids": (None, lambda given, rules, place: generation.NoBadWordsLogitsProcessor(given, rules.ends)),
     "min_length": (0, lambda given, rules, place: generation.MinLengthLogitsProcessor(given, rules.ends)),
@@ -104,13 +104,18 @@ def rules_of(config: Any, eos: frozenset[int]) -> Rules:
 
     ends = {"min_length", "min_new_tokens"}  # these need to know the end tokens; without one they say nothing
     wanted = [(name, asked(name, nothing)) for name, (nothing, _) in _RULES.items() if eos or name not in ends]
+    ignored = [(name, asked(name, nothing)) for name, nothing in _IGNORED.items()]
+    penalty = Sampling(repetition_penalty=asked("repetition_penalty", None) or None).penalty
+    if penalty != 1:  # transformers adds the bias first, and here ranks apply the penalty before anything is gathered
+        ignored += [(name, value) for name, value in wanted if name == _BIAS]
+        wanted = [(name, value) for name, value in wanted if name != _BIAS]
     forced = asked("forced_eos_token_id", None)
     rules = Rules(
         tuple((name, value) for name, value in wanted if value is not None),
         tuple(sorted(eos)),
         () if forced is None else tuple([forced] if isinstance(forced, int) else forced),
-        Sampling(repetition_penalty=asked("repetition_penalty", None) or None).penalty,
-        tuple(f"{name}={value}" for name, nothing in _IGNORED.items() if (value := asked(name, nothing)) is not None),
+        penalty,
+        tuple(f"{name}={value}" for name, value in ignored if value is not None),
     )
     for name, value in rules.wanted:
         try:

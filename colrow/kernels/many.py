@@ -14,7 +14,7 @@ from . import library as c
 from .parts import in_parts
 
 LEAST = 16  # tokens for which torch's products, which have code of their own for a few, are left
-MOST = 8  # threads: each lays out all columns for itself, which with many takes longer than its share of the products
+MOST = 1  # threads: with more, torch's, which wait for work in a loop, would keep the others from their shares
 
 
 class Many(ctypes.Structure):

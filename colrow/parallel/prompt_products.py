@@ -2,7 +2,7 @@
 same bits whatever other tokens there are.
 
 Layers look at the mark that `install` leaves, as attention does (prompt_attention.py). Not here: single tokens, other dtypes and devices,
-gradients; they are torch's.
+gradients, more threads than `many` helps; they are torch's.
 """
 
 from __future__ import annotations

@@ -27,6 +27,15 @@ MASK = torch.ones_like(IDS)
 MASK[1, :7] = 0
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """With more, products are torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def whole(family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
     sizes = {} if family == "gpt2" else {"intermediate_size": 204}
     return tiny.whole(tiny.config(family, **sizes), dtype, attention="sdpa")

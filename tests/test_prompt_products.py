@@ -46,9 +46,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return made
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def threads() -> Any:
+    """One, unless a test asks for more."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield torch.set_num_threads
     torch.set_num_threads(before)
 

@@ -43,8 +43,8 @@ PAIRS INLINE void many_tile(const Piece *piece, int64_t row, float *sums, int fi
     const uint16_t *const w = piece->w + row * stride, *const x = piece->x;
     sums += row * V * LANES;
     __m512 sum[2 * TILE_ROWS][4];
-#define EACH _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
-    EACH sum[r][v] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + (r * V + v) * LANES);
+#define EACH_OF_TILE _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
+    EACH_OF_TILE sum[r][v] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + (r * V + v) * LANES);
     for (int64_t line = 0; line < pairs; line += LANES) {
         if (ahead) _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) __builtin_prefetch(w + r * stride + 2 * line + ahead, 0, 2);
         const int64_t end = pairs - line < LANES ? pairs : line + LANES;
@@ -59,8 +59,8 @@ PAIRS INLINE void many_tile(const Piece *piece, int64_t row, float *sums, int fi
             }
         }
     }
-    EACH _mm512_store_ps(sums + (r * V + v) * LANES, sum[r][v]);
-#undef EACH
+    EACH_OF_TILE _mm512_store_ps(sums + (r * V + v) * LANES, sum[r][v]);
+#undef EACH_OF_TILE
 }
 
 /* Memory for a few tokens' results is asked for before each tile; when all are made, it is there. */

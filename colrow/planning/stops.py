@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-SIZES = r"\[[\d, ]+\]|(?<=size )\d+"
+SIZES = r"\[[-\d, ]+\]|(?<=size )\d+"
 SHOWN = r"[\s,;:(]*\b\w*:?\s*tensor\(.*"  # a tensor as Python shows it, and what names it
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
+from colrow.engine import compiled, recorded
 from colrow.engine import decoder as decoders
 from colrow.engine.batch import Batch
 from colrow.engine.generate import generate
 from colrow.engine.request import Output
 from colrow.engine.slots import Slot, as_cache
 from colrow.engine.stopping import Limits
+from colrow.engine.tape import NotRecorded
 from colrow.engine.translate import Translate
+from colrow.errors import RankError
 from colrow.kernels.library import Op
 from colrow.parallel.int8 import quantize_layers
 from colrow.planning.models import build
@@ -25,6 +29,7 @@ from colrow.proof.noise import add_noise
 from .families import TRANSLATORS
 from .test_engine_batch import at_once, serve
 from .test_engine_program import exact, prepared, rows, split
+from .test_engine_program import whole as of_decoder
 from .test_engine_translate import request, speaking
 
 CASES = [(family, 2) for family in TRANSLATORS if family != "whisper"]
@@ -191,3 +196,54 @@ def test_requests_that_join_and_leave_at_every_step_get_the_bits_they_get_alone(
     together = told(come_and_go, cache_tokens=160)
     assert {id: together[id] for id in alone} == alone
     assert together[9][-1] == "abort"
+
+
+@pytest.mark.parametrize(("family", "at"), [("llama", 1), ("bloom", 1), ("t5", 1), ("m2m100", 1), ("m2m100", 3)])
+@pytest.mark.parametrize("what", ["record", "compile"])
+def test_where_one_rank_has_a_reason_all_stay_with_the_modules(family: str, at: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank is left alone in the sums of a step that others do not record. Its reasons come after its own, from the `at`th on."""
+    model = whole(family) if family in TRANSLATORS else of_decoder(family)
+    place, times = recorded if what == "record" else compiled, 0
+    made = getattr(place, what)
+
+    def refuses(*given: Any) -> Any:
+        nonlocal times
+        found = made(*given)
+        if threading.current_thread().name == "rank 1":
+            times += 1
+            if times >= at:
+                raise NotRecorded("there is a reason")
+        return found
+
+    monkeypatch.setattr(place, what, refuses)
+
+    def told(part: Any, group: Group) -> tuple[bool, str]:
+        decoder = prepared(part, group)
+        return decoder.program is None, decoder.why
+
+    assert split(model, 3, told) == [(True, "on rank 1 there is a reason")] * 3
+
+
+def test_a_rank_that_fails_in_the_middle_of_a_step_says_why() -> None:
+    said: dict[int, str] = {}
+
+    def told(part: Any, group: Group) -> None:
+        calls = list[int]()
+
+        def fails(*_: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:  # the step that is recorded
+                raise ValueError("in the middle")
+
+        if group.rank == 1:
+            part.decoder.block[1].layer[1].register_forward_pre_hook(fails)
+        try:
+            prepared(part, group)
+        except RankError as error:
+            said[group.rank] = str(error)
+            raise
+
+    with pytest.raises(RankError):
+        split(whole("t5"), 2, told)
+    assert "ranks disagree" in said[0]
+    assert said[1].startswith("rank 1: recording a step failed: ValueError: in the middle (ranks disagree")

@@ -11,7 +11,8 @@ The comparison: a few tokens go through the modules, then a few more both ways. 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,10 +25,10 @@ from . import compiled, recorded, tail
 from .continuing import continues
 from .forward import Forward
 from .program import Program
-from .slots import Slot, halves
+from .slots import Slot
 from .state import state
 from .stopping import context_limit
-from .tape import Attended, NotRecorded, Tape
+from .tape import Attended, Cached, NotRecorded, Tape
 from .translate import Translate
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -37,6 +38,8 @@ chose, and each such choice must be within the tolerance."""
 INT8_TOLERANCE = 1e-3  # at least, where weights are int8: what they are multiplied by is rounded to 16 bits of a group's largest
 BEFORE, BESIDE = 5, 3  # tokens that the modules alone see; tokens that both see
 FAR = 1024  # positions over which it is seen what a model adds to scores
+
+T = TypeVar("T")
 
 
 class Decoder:
@@ -90,14 +93,13 @@ class Decoder:
             self._forward = Translate(model, [tokens[::-1]], group.device)  # anew: it keeps what the encoder made
         own = recorded.has_own_attention(model) and not model.config.is_encoder_decoder
         for plain in (False, True) if own else (True,):
-            found, why = self._made(tokens, plain)
-            if self._all_agree(why) and self._compared(found, tokens):
+            found = self._made(tokens, plain)
+            if found is not None and self._compared(found, tokens):
                 self.program = found
                 return
 
-    def _compared(self, found: Program | None, tokens: list[int]) -> bool:
+    def _compared(self, found: Program, tokens: list[int]) -> bool:
         """Whether the program's scores are the modules' on every rank."""
-        assert found is not None
         self.difference = 0.0
         past = self._past(tokens[:BEFORE])
         slot = Slot(past)
@@ -112,40 +114,68 @@ class Decoder:
         close = self.difference <= max(TOLERANCE[found.dtype], INT8_TOLERANCE if found.int8 else 0)
         return self._all_agree("" if close else f"its program differs by {self.difference:.1e} of the largest score")
 
-    def _made(self, tokens: list[int], plain: bool) -> tuple[Program | None, str]:
-        """Of a model that takes no positions, it is not known how they come in: so its step must be the same one position later."""
+    def _made(self, tokens: list[int], plain: bool) -> Program | None:
+        """The same on every rank whether there is one; else `why` says the reason. Of a model that takes no positions, it is not known how
+        they come in: so its step must be the same one position later."""
+
+        def last_place() -> int:
+            limit = context_limit(self._model.config)
+            if limit is None:
+                raise NotRecorded("its code looks at the position")
+            return limit - 1
+
+        def program() -> Program:
+            if not all(compiled.same(made[0], other) for other in made[1:]):
+                raise NotRecorded("its code looks at the position")
+            dtype = next(entry.k.dtype for entry in tapes[0].entries if isinstance(entry, Cached))
+            return Program(made[0], self._group, dtype, torch.get_num_threads())
+
         try:
             tapes = [self._tape(tokens, length, plain) for length in (BEFORE, BEFORE + 1)[: 1 if self._forward.takes_positions else 2]]
             if any(isinstance(entry, Attended) and entry.bias is not None for entry in tapes[0].entries):
                 tapes = [self._tape(tokens, BEFORE, plain, far) for far in (FAR, FAR + 1)]
-            made = [compiled.compile(tape) for tape in tapes]
+            made = self._on_all(lambda: [compiled.compile(tape) for tape in tapes])
             if made[0].compares:  # what is the same at both ends is the same between, wherever its code asks for a bound
-                limit = context_limit(self._model.config)
-                if limit is None:
-                    raise NotRecorded("its code looks at the position")
-                made.append(compiled.compile(self._tape(tokens, BEFORE, plain, limit - 1)))
-            if not all(compiled.same(made[0], other) for other in made[1:]):
-                raise NotRecorded("its code looks at the position")
-            dtype = halves(self._past(tokens[:1]))[0].layers[0].keys.dtype
-            return Program(made[0], self._group, dtype, torch.get_num_threads()), ""
-        except (NotRecorded, native.NativeUnavailable) as error:
-            return None, str(error)
-        except RankError:
-            raise
-        except Exception as error:  # a model's code may fail where it meets what it has never met before
-            return None, f"recording a step failed: {type(error).__name__}: {error}"
+                last = self._tape(tokens, BEFORE, plain, self._on_all(last_place))
+                made += self._on_all(lambda: [compiled.compile(last)])
+            return self._on_all(program)
+        except NotRecorded:
+            return None
 
     def _tape(self, tokens: list[int], length: int, plain: bool, far: int | None = None) -> Tape:
         """The step after `length` tokens; of an encoder-decoder as after `far`."""
-        past = self._past(tokens[:length])
-        return recorded.record(self._model, self._group, self._forward, past, tokens[length], plain, far)
+
+        def step() -> Tape:
+            past = self._past(tokens[:length])
+            return recorded.record(self._model, self._group, self._forward, past, tokens[length], plain, far)
+
+        return self._on_all(step)
+
+    def _on_all(self, make: Callable[[], T]) -> T:
+        """What `make` gives. NotRecorded on all ranks where one has a reason, which is in `why`: it must not leave the others alone in the
+        sums of what comes next."""
+        found, why = list[T](), ""
+        try:
+            found.append(make())
+        except (NotRecorded, native.NativeUnavailable) as error:
+            why = str(error)
+        except RankError:
+            raise
+        except Exception as error:  # a model's code may fail where it meets what it has never met before
+            why = f"recording a step failed: {type(error).__name__}: {error}"
+        if not self._all_agree(why):
+            raise NotRecorded(self.why)
+        return found[0]
 
     def _past(self, tokens: list[int]) -> Any:
         return self._forward(torch.tensor([tokens]), None, None)[1]
 
     def _all_agree(self, why: str) -> bool:
         """Whether no rank has a reason against it."""
-        found = gather_objects(why, self._group, "engine.program")
+        try:
+            found = gather_objects(why, self._group, "engine.program")
+        except RankError as error:  # the others are in the middle of what failed here
+            raise (RankError(f"rank {self._group.rank}: {why} ({error})") if why else error) from None
         self.why = next((text if set(found) == {text} else f"on rank {rank} {text}" for rank, text in enumerate(found) if text), "")
         return not self.why
 

@@ -13,6 +13,7 @@ from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
 from colrow.engine.engine import Engine
 from colrow.engine.generate import generate
+from colrow.engine.mixed import Row, changed
 from colrow.engine.request import Request
 from colrow.engine.rules import Place, Rules, rules_of
 from colrow.engine.settings import Sampling
@@ -71,6 +72,7 @@ RULES: dict[str, dict[str, Any]] = {
     "an end at the limit": {"forced_eos_token_id": 256},
     "a bias of sequences": {"sequence_bias": [[[32], 4.0], [[101, 32], -8.0]]},
     "a repetition penalty": {"repetition_penalty": 1.7},
+    "a bias of sequences, and then a repetition penalty": {"sequence_bias": [[[32], 4.0], [[101, 32], -8.0]], "repetition_penalty": 1.7},
     "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "forced_eos_token_id": 256, "suppress_tokens": [7, 8]},
 }
 
@@ -121,13 +123,14 @@ def test_what_is_not_obeyed_is_said() -> None:
     ]
 
 
-def test_a_bias_that_would_come_behind_the_penalty_is_named() -> None:
-    bias = [[[20], 5.0]]
-    config = GenerationConfig(sequence_bias=bias, repetition_penalty=1.8)
-    rules = rules_of(config, frozenset())
-    assert (rules.wanted, rules.repetition_penalty) == ((), 1.8)
-    assert "sequence_bias=[[[20], 5.0]]" in rules.warning
-    assert rules_of(GenerationConfig(sequence_bias=bias), frozenset()).wanted == (("sequence_bias", bias),)
+def test_a_bias_comes_in_front_of_a_penalty() -> None:
+    """The model's or the request's: 1 + 5 is divided, as in transformers, not 1."""
+    rules = rules_of(GenerationConfig(sequence_bias=[[[2], 5.0]], repetition_penalty=1.5), frozenset())
+    assert (rules.warning, rules.repetition_penalty) == ("", 1.5)
+    scores = torch.tensor([0.0, -1.0, 1.0, 2.0])
+    for asked, expected in ((Sampling(), 4.0), (Sampling(repetition_penalty=3.0), 2.0)):
+        request = Request(0, (2,), rules.sampling(asked))
+        assert changed(Row(request, scores, 0, [2]), scores, rules).tolist() == [0, -1, expected, 2]
 
 
 NO_RULES = {"no_repeat_ngram_size": -2, "bad_words_ids": [7], "sequence_bias": 3, "min_length": "x"}

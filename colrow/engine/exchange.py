@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -72,7 +71,9 @@ class Exchange:
         if not self._ids:
             self._ids = columns(self._cut, logits.shape[1], self.group.size)
         mine = self._ids[self.group.rank]
-        logits = self._penalized(logits[:, : len(mine)].cpu(), seen)
+        logits = logits[:, : len(mine)].cpu()
+        if not self._rules:  # else the penalty has its place among them
+            logits = self._penalized(logits, mine, seen)
         count = width(self.sampling, sum(map(len, self._ids)))
         offers = offer(logits, mine, self.sampling, count, number)
         offers = all_gather(offers, self.group, CANDIDATES, 0, [len(offers)] * self.group.size)
@@ -85,9 +86,8 @@ class Exchange:
             return agreed
         whole = gathered(logits, self._ids, self.group)
         if self.group.rank == 0:
-            place = partial(Place, last=self._most is not None and number + 1 >= self._most)
-            ruled = [self._rules(line, ids, place(len(ids) - number)) for line, ids in zip(whole, seen, strict=True)]
-            found = [choose(line, self.sampling, row, number) for row, line in enumerate(ruled)]
+            lines = self._ruled(whole, seen, number) if self._rules else whole
+            found = [choose(line, self.sampling, row, number) for row, line in enumerate(lines)]
         agreed = self._tell(found, number, ends)
         assert agreed is not None
         return replace(agreed, gathered=True)
@@ -112,9 +112,15 @@ class Exchange:
             raise RankError(f"rank {self.group.rank} is at step {number} of the generation, rank 0 at step {at}")
         return None if code == _WIDEN else Agreed(rest[:rows], [Finish(reason) if reason else None for reason in rest[rows:]])
 
-    def _penalized(self, logits: torch.Tensor, seen: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _ruled(self, whole: torch.Tensor, seen: Sequence[Sequence[int]], number: int) -> list[torch.Tensor]:
+        whole = torch.stack([self._rules.biased(line, ids) for line, ids in zip(whole, seen, strict=True)])
+        whole = self._penalized(whole, torch.arange(whole.shape[1]), seen)
+        last = self._most is not None and number + 1 >= self._most
+        return [self._rules(line, ids, Place(len(ids) - number, last)) for line, ids in zip(whole, seen, strict=True)]
+
+    def _penalized(self, logits: torch.Tensor, of: torch.Tensor, seen: Sequence[Sequence[int]]) -> torch.Tensor:
+        """`of`: the ids of the `logits`' columns."""
         if self.sampling.penalty == 1:
             return logits
-        mine = self._ids[self.group.rank]
-        marks = torch.stack([torch.isin(mine, torch.tensor(list(row))) for row in seen])
+        marks = torch.stack([torch.isin(of, torch.tensor(list(row))) for row in seen])
         return penalize(logits, marks, self.sampling.penalty)

@@ -126,8 +126,8 @@ def reaches(request: Request) -> bool:
 
 
 def from_logits(row: Row, logits: torch.Tensor, rules: Rules) -> Chosen:
-    """The choice from the whole vocabulary's 1-D `logits`. Order: repetition, presence and frequency penalty, bias, the model's rules, then
-    the sampling."""
+    """The choice from the whole vocabulary's 1-D `logits`. Order: the model's sequence bias, repetition, presence and frequency penalty,
+    the request's bias, the model's other rules, then the sampling."""
     if bool((torch.isnan(logits) | (logits == float("inf"))).any()) or bool((logits == float("-inf")).all()):
         return Chosen(error=NOT_FINITE)
     token = choose(changed(row, logits, rules), row.request.sampling, 0, row.number)
@@ -139,7 +139,7 @@ def from_logits(row: Row, logits: torch.Tensor, rules: Rules) -> Chosen:
 def changed(row: Row, logits: torch.Tensor, rules: Rules) -> torch.Tensor:
     """`logits` with the request's penalties and biases, then by the model's `rules`. Presence and frequency count the new tokens only,
     repetition the prompt too."""
-    request, logits = row.request, logits.double()
+    request, logits = row.request, rules.biased(logits.double(), row.tokens)
     if request.sampling.penalty != 1:
         seen = torch.zeros(len(logits), dtype=torch.bool)
         seen[torch.tensor(sorted(set(row.tokens)))] = True

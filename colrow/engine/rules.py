@@ -72,13 +72,19 @@ class Rules:
         return asked if asked.repetition_penalty is not None else replace(asked, repetition_penalty=self.repetition_penalty)
 
     def __call__(self, scores: torch.Tensor, tokens: Sequence[int], place: Place) -> torch.Tensor:
-        """`scores` [vocabulary] of what comes after `tokens` (given ones included), as the rules leave them."""
+        """`scores` [vocabulary] of what comes after `tokens` (given ones included), as the rules leave them. They are `biased` before, and
+        a repetition penalty comes in between."""
         ids, line = torch.tensor([list(tokens)]), scores[None].clone()
         for name, given in self.wanted:
-            line = _RULES[name][1](given, self, place)(ids, line)
+            line = line if name == _BIAS else _RULES[name][1](given, self, place)(ids, line)
         if self.forced and place.last:
             line = generation.ForcedEOSTokenLogitsProcessor(ids.shape[1] + 1, list(self.forced))(ids, line)
         return line[0]
+
+    def biased(self, scores: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """`scores` [vocabulary] of what comes after `tokens` with the sequence bias, the one rule in front of a repetition penalty."""
+        given = dict(self.wanted).get(_BIAS)
+        return scores if given is None else generation.SequenceBiasLogitsProcessor(given)(torch.tensor([list(tokens)]), scores[None])[0]
 
     @property
     def ends(self) -> torch.Tensor:
@@ -105,16 +111,12 @@ def rules_of(config: Any, eos: frozenset[int]) -> Rules:
     ends = {"min_length", "min_new_tokens"}  # these need to know the end tokens; without one they say nothing
     wanted = [(name, asked(name, nothing)) for name, (nothing, _) in _RULES.items() if eos or name not in ends]
     ignored = [(name, asked(name, nothing)) for name, nothing in _IGNORED.items()]
-    penalty = Sampling(repetition_penalty=asked("repetition_penalty", None) or None).penalty
-    if penalty != 1:  # transformers adds the bias first, and here ranks apply the penalty before anything is gathered
-        ignored += [(name, value) for name, value in wanted if name == _BIAS]
-        wanted = [(name, value) for name, value in wanted if name != _BIAS]
     forced = asked("forced_eos_token_id", None)
     rules = Rules(
         tuple((name, value) for name, value in wanted if value is not None),
         tuple(sorted(eos)),
         () if forced is None else tuple([forced] if isinstance(forced, int) else forced),
-        penalty,
+        Sampling(repetition_penalty=asked("repetition_penalty", None) or None).penalty,
         tuple(f"{name}={value}" for name, value in ignored if value is not None),
     )
     for name, value in rules.wanted:

@@ -61,6 +61,7 @@ def engines(whole: Any, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
     return rows, [answers(served)[at][0] for at in range(len(ids))]
 
 
+EVEN = [[[token], 2.0] for token in range(0, 256, 2)]
 RULES: dict[str, dict[str, Any]] = {
     "no n-gram twice": {"no_repeat_ngram_size": 2},
     "one token never, two never together": {"bad_words_ids": "likely"},
@@ -72,7 +73,7 @@ RULES: dict[str, dict[str, Any]] = {
     "an end at the limit": {"forced_eos_token_id": 256},
     "a bias of sequences": {"sequence_bias": [[[32], 4.0], [[101, 32], -8.0]]},
     "a repetition penalty": {"repetition_penalty": 1.7},
-    "a bias of sequences, and then a repetition penalty": {"sequence_bias": [[[32], 4.0], [[101, 32], -8.0]], "repetition_penalty": 1.7},
+    "a bias of sequences, and then a repetition penalty": {"sequence_bias": EVEN, "repetition_penalty": 1.7},
     "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "forced_eos_token_id": 256, "suppress_tokens": [7, 8]},
 }
 

@@ -245,5 +245,5 @@ def test_a_rank_that_fails_in_the_middle_of_a_step_says_why() -> None:
 
     with pytest.raises(RankError):
         split(whole("t5"), 2, told)
-    assert "ranks disagree" in said[0]
-    assert said[1].startswith("rank 1: recording a step failed: ValueError: in the middle (ranks disagree")
+    assert all("ranks disagree" in text for text in said.values())
+    assert said[1].startswith("rank 1: recording a step failed: ValueError: in the middle (")

@@ -98,6 +98,7 @@ def test_the_diagram_follows_the_plan() -> None:
 def test_numbers_for_people() -> None:
     assert [html.size(n) for n in (12, 16_384, 35.3e9)] == ["12 B", "16.4 kB", "35.3 GB"]
     assert [html.duration(s) for s in (2.5, 0.0123, 4.2e-6)] == ["2.5 s", "12.3 ms", "4.2 µs"]
+    assert [html.short(n) for n in (1.234, 12_345, 999_999.7, 92_775_721, 1.5e9)] == ["1.23", "12,345", "1 M", "92.8 M", "1,500 M"]
 
 
 def test_the_page_of_a_proof() -> None:

@@ -49,5 +49,7 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Three digits: 1.23, 12.3, 123, 12,345."""
+    """Three digits or more: 1.23, 12.3, 123, 12,345; from a million on 1.23 M, which stays inside a tile."""
+    if number >= 999_999.5:
+        return f"{short(number / 1e6)} M"
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -169,3 +169,12 @@ def library() -> ctypes.CDLL:
     found.kp_spend.argtypes = [c_void_p, ctypes.POINTER(c_double)]
     found.kp_close.restype = found.kp_rows.restype = found.kp_spend.restype = None
     return found
+
+
+@functools.cache
+def library_or_none() -> ctypes.CDLL | None:
+    """None where it can neither be found nor compiled."""
+    try:
+        return library()
+    except native.NativeUnavailable:
+        return None

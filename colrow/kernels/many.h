@@ -103,13 +103,11 @@ PAIRS INLINE void turn_words(__m512i v[LANES]) {
     }
 }
 
-INLINE __mmask16 many_mask(int64_t count) { return count < LANES ? (__mmask16)((1u << count) - 1) : (__mmask16)-1; }
-
 /* V * LANES tokens from x [count, n] to [pairs, V * LANES, 2]; zeros where there are no tokens. */
 PAIRS static void many_pack(const uint16_t *x, int64_t stride, int64_t count, int64_t pairs, uint16_t *to, int V) {
     enum { SOON = 4 * LANES }; /* pairs until a line is read that is fetched now */
     for (int64_t p = 0; p < pairs; p += LANES) {
-        const __mmask16 there = many_mask(pairs - p);
+        const __mmask16 there = lanes(pairs - p);
         for (int at = 0; at < V * LANES; at += LANES) {
             __m512i v[LANES];
             for (int t = 0; t < LANES; t++) {

@@ -9,7 +9,6 @@ from ctypes import c_int64, c_void_p
 
 import torch
 
-from .. import native
 from . import library as c
 from .parts import in_parts
 
@@ -30,12 +29,11 @@ class Many(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None where it cannot be had, or does nothing for this processor."""
-    try:
-        found = c.library()
-    except native.NativeUnavailable:
+    found = c.library_or_none()
+    if found is None or not found.kp_many_helps():
         return None
     found.kp_many.argtypes = [ctypes.POINTER(Many), c_int64, c_int64]
-    return found if found.kp_many_helps() else None
+    return found
 
 
 def product(

@@ -22,22 +22,20 @@ PAIRS static void norm_row(const Norm *norm, const uint16_t *x, uint16_t *out) {
     enum { SUMS = 4 }; /* so that one addition need not wait for the one before */
     const __m512 more = _mm512_set1_ps(norm->more);
     __m512 sums[SUMS] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-#define THERE(at) (norm->n - (at) < LANES ? (__mmask16)((1u << (norm->n - (at))) - 1) : (__mmask16)-1)
     for (int64_t i = 0; i < norm->n; i += SUMS * LANES)
         for (int s = 0; s < SUMS && i + s * LANES < norm->n; s++) {
-            const __m512 v = widened(_mm256_maskz_loadu_epi16(THERE(i + s * LANES), x + i + s * LANES));
+            const __m512 v = widened(_mm256_maskz_loadu_epi16(lanes(norm->n - i - s * LANES), x + i + s * LANES));
             sums[s] = _mm512_fmadd_ps(v, v, sums[s]);
         }
     const float sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), _mm512_add_ps(sums[2], sums[3])));
     const __m512 scale = _mm512_set1_ps(1 / sqrtf(sum / (float)norm->n + norm->eps));
     for (int64_t i = 0; i < norm->n; i += LANES) {
-        const __mmask16 there = THERE(i);
+        const __mmask16 there = lanes(norm->n - i);
         __m512 v = _mm512_mul_ps(widened(_mm256_maskz_loadu_epi16(there, x + i)), scale);
         if (norm->early) v = widened((__m256i)_mm512_cvtneps_pbh(v));
         const __m512 weight = _mm512_add_ps(more, widened(_mm256_maskz_loadu_epi16(there, norm->weight + i)));
         _mm256_mask_storeu_epi16(out + i, there, (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(v, weight)));
     }
-#undef THERE
 }
 
 /* The `part`-th of `parts` shares of the rows. */

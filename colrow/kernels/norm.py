@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import native
 from . import library as c
 from .parts import in_parts
 
@@ -36,12 +35,11 @@ class Form:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None where it cannot be had, or does nothing for this processor."""
-    try:
-        found = c.library()
-    except native.NativeUnavailable:
+    found = c.library_or_none()
+    if found is None or not found.kp_norm_helps():
         return None
     found.kp_norm.argtypes, found.kp_norm.restype = [ctypes.POINTER(Norm), c_int64, c_int64], None
-    return found if found.kp_norm_helps() else None
+    return found
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, form: Form) -> torch.Tensor | None:

@@ -5,6 +5,9 @@
 #define PAIRS __attribute__((target("arch=x86-64-v4,avx512bf16,avx512vnni")))
 enum { PAIR_STEP = 32 };
 
+/* The first `count` of sixteen, all where there are more. */
+INLINE __mmask16 lanes(int64_t count) { return count < LANES ? (__mmask16)((1u << count) - 1) : (__mmask16)-1; }
+
 /* As `tile` (tile.h). Behind a row's end masked loads give zeros. */
 PAIRS INLINE void pair_tile(const Block *block, int64_t n, const uint16_t *columns, int64_t width, int count, float *const *y, int R, int C,
                             const Spot spot) {

@@ -7,11 +7,9 @@ from its beginning to its end. Rows and groups are filled up with zeros.
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 
-from .. import native
 from . import library as c
 from .library import GROUP, Dtype
 from .parts import in_parts
@@ -33,7 +31,7 @@ def packed(numbers: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, t
 
 def rows(numbers: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Writes to `out` [rows, width] the weight that panels stand for, each number times its scale, in its dtype."""
-    found = _library() if out.dtype in _DTYPES else None
+    found = c.library_or_none() if out.dtype in _DTYPES else None
     if out.numel() and found is not None:
         block = c.Block(numbers.data_ptr(), scales.data_ptr(), out.shape[0], 0)
         block.tensors = numbers, scales, out  # of threads that go on where Ctrl-C ends this call
@@ -43,11 +41,3 @@ def rows(numbers: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torc
         factors = scales.transpose(1, 2).reshape(len(whole), -1).repeat_interleave(GROUP, 1)
         out.copy_((whole * factors)[: out.shape[0], : out.shape[1]])
     return out
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    try:
-        return c.library()
-    except native.NativeUnavailable:
-        return None

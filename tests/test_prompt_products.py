@@ -114,6 +114,11 @@ def test_all_else_is_torchs(threads: Any) -> None:
     for given, by in ((x[:15], weight), (x[:, :63], weight[:, :63]), (x.float(), weight.float()), (x, weight.float()), (x, weight[:0])):
         assert many.product(given, by, None, by.shape[0], None) is None
     assert many.product(x, drawn(64, 50).t(), None, 50, None) is None
+    numbers, scales = quantize(weight.float())
+    for given, rows in ((drawn(20, 66), 50), (x, 65)):  # what does not fit is not read, but refused by torch in its words
+        assert many.product(given, weight, None, rows, None) is None
+        assert many.product(given, numbers, scales, rows, None) is None
+    assert many.product(x, weight, None, 50, drawn(49)) is None
     threads(many.MOST + 1)
     assert many.product(x, weight, None, 50, None) is None
     threads(many.MOST)

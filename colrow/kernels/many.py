@@ -10,6 +10,8 @@ from ctypes import c_int64, c_void_p
 import torch
 
 from . import library as c
+from .library import GROUP
+from .panels import ROWS, padded
 from .parts import in_parts
 
 LEAST = 16  # tokens for which torch's products, which have code of their own for a few, are left
@@ -40,12 +42,16 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, rows: int, bias: torch.Tensor | None, few: bool = False
 ) -> torch.Tensor | None:
     """x Wᵀ + bias, [..., rows] of x [..., n], all in bfloat16 on the CPU; a weight with `scales` is int8 in panels (panels.py). A token's
-    results are the same bits alone and beside others. None where the library cannot do it, and for less than `LEAST` tokens unless they
-    are `few` of more."""
+    results are the same bits alone and beside others. None where the library cannot do it, where sizes do not fit, and for less than
+    `LEAST` tokens unless they are `few` of more."""
     n, found = x.shape[-1], library()
     if found is None or n == 0 or n % 2 or rows == 0 or x.numel() < (n if few else LEAST * n):
         return None
     if torch.get_num_threads() > MOST or not weight.is_contiguous():
+        return None
+    panels, groups = padded(rows, n)
+    size = (rows, n) if scales is None else (panels, groups * GROUP // 2, ROWS, 2)
+    if weight.shape != size or (bias is not None and bias.shape != (rows,)):
         return None
     tensors = [x, weight] if bias is None else [x, weight, bias]
     if any(t.dtype not in (torch.bfloat16, torch.int8) or t.device.type != "cpu" for t in tensors):

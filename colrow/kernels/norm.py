@@ -52,7 +52,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, form: Form) -> torch.Tensor | No
         return None
     rows = x.reshape(-1, n)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     asked = Norm(len(rows), n, rows.stride(0), form.early, rows.data_ptr(), weight.data_ptr(), out.data_ptr(), form.eps, form.more)
     asked.tensors = rows, weight, out  # of threads that go on where Ctrl-C ends this call
     in_parts(found.kp_norm, asked)

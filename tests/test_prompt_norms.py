@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import pytest
@@ -10,8 +12,16 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from colrow.comm.group import Group, single
+from colrow.comm.local import run_threads
+from colrow.engine.engine import Engine
 from colrow.kernels import norm
 from colrow.parallel import prompt_norms
+from colrow.parallel.build import parallelize
+from colrow.planning.derive import derive
+
+from . import tiny
+from .families import FAMILIES
 
 needed = pytest.mark.skipif(norm.library() is None, reason="this processor has no instructions for bfloat16")
 
@@ -135,3 +145,38 @@ def test_modules_of_one_class_may_differ() -> None:
     modules[1].on = False
     prompt_norms.install(modules)
     assert [type(x) is Switched for x in modules] == [False, True]
+
+
+@needed
+@torch.no_grad()
+def test_a_model_that_an_engine_had_is_saved_and_copied_whole() -> None:
+    model = tiny.whole(tiny.config("llama"), torch.bfloat16, attention="sdpa")
+    Engine(model, single())
+    ids, file = torch.arange(40)[None], io.BytesIO()
+    expected = model(ids).logits
+    torch.save(model, file)
+    file.seek(0)
+    for again in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+        assert [type(x) for x in again.modules()] == [type(x) for x in model.modules()]
+        assert torch.equal(again(ids).logits, expected)
+
+
+@needed
+@pytest.mark.parametrize("family", ["mistral", "olmo2"])
+@torch.no_grad()
+def test_a_model_that_an_engine_had_is_split_like_any_other(family: str) -> None:
+    """Its layers, and norms over an axis that is cut then (OLMo 2's of queries and keys)."""
+    config = FAMILIES[family]()
+    model = tiny.whole(config, torch.bfloat16, attention="sdpa")
+    before, ids = copy.deepcopy(model), torch.arange(40)[None]
+    Engine(model, single())
+    assert any("colrow_norm" in vars(x) for x in model.modules())
+
+    def rank(group: Group, whole: Any, opened: bool) -> torch.Tensor:
+        part = parallelize(copy.deepcopy(whole), derive(config, 2), group)
+        if not opened:
+            Engine(part, group)
+        return part(ids).logits
+
+    expected = run_threads(rank, 2, before, False)[0]
+    assert float((run_threads(rank, 2, model, True)[0] - expected).abs().max()) <= 0.02 * float(expected.abs().max())

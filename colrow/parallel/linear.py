@@ -27,12 +27,12 @@ from ..partition import Partition, whole
 from . import overlap
 from .gradients import sum_copies
 from .pending import Due, Pending
-from .prompt_products import linear
+from .prompt_products import Linear, linear
 
 if TYPE_CHECKING:
     from .sequence import Sequence
 
-OUTPUT_DIM: dict[type, int] = {nn.Linear: 0, Conv1D: 1}
+OUTPUT_DIM: dict[type, int] = {nn.Linear: 0, Linear: 0, Conv1D: 1}
 """The layers that can be cut, and the dim of their weight that is the output features."""
 
 

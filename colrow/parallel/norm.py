@@ -81,6 +81,8 @@ def install(model: nn.Module, plan: Plan, group: Group) -> None:
         module = model.get_submodule(name)
         module.__class__ = _with_means(type(module))  # type: ignore[arg-type]
         vars(module)["means_over_ranks"] = means
+        for inside in module.modules():
+            vars(inside).pop("colrow_norm", None)  # of an engine of the whole model: it takes no means (prompt_norms.py)
 
 
 @functools.cache

@@ -83,10 +83,20 @@ def _class(cls: Any) -> Any:
     """The module's class, prompts apart."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and not torch.is_grad_enabled() and args[0].numel() >= LEAST * args[0].shape[-1]:
-            made = norm.norm(args[0], self.weight, self.colrow_norm)
+        form = vars(self).get("colrow_norm")
+        if form and len(args) == 1 and not kwargs and not torch.is_grad_enabled() and args[0].numel() >= LEAST * args[0].shape[-1]:
+            made = norm.norm(args[0], self.weight, form)
             if made is not None:
                 return made
         return cls.forward(self, *args, **kwargs)
 
-    return type(cls.__name__, (cls,), {"forward": forward})
+    def reduced(self: Any, protocol: Any) -> Any:
+        """Pickle finds the module's class by its name, but not this one."""
+        return _blank, (cls,), *cls.__reduce_ex__(self, protocol)[2:]
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__reduce_ex__": reduced})
+
+
+def _blank(cls: Any) -> Any:
+    kind = _class(cls)
+    return kind.__new__(kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
@@ -180,6 +181,42 @@ def test_ranks_of_which_one_has_no_heads_agree() -> None:
 
     heads = config.num_attention_heads
     assert len(set(run_threads(asked, heads + 1, tiny.whole(config, torch.bfloat16, attention="sdpa")))) == 1
+
+
+@NEEDED
+def test_ranks_of_which_one_has_no_such_products_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, own = model(), prompt.library
+
+    def asked(group: Group) -> bool:
+        part = build.parallelize(copy.deepcopy(whole), derive(whole.config, 2), group)
+        prompt_attention.install(part)
+        return packed.packable(Forward(part), group, 1024)
+
+    monkeypatch.setattr(prompt, "library", lambda: None if threading.current_thread().name == "rank 1" else own())
+    assert run_threads(asked, 2) == [False, False]
+
+
+@NEEDED
+def test_the_head_is_itself_again_whatever_happens() -> None:
+    """Its own `forward`, too, where somebody has set one."""
+    head, rows = torch.nn.Linear(4, 3), list[int]()
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        rows.append(x.shape[1])
+        return torch.nn.Linear.forward(head, x)
+
+    def failing() -> None:
+        with packed._row_by_row(head), packed._row_by_row(head):
+            assert head(torch.ones(1, 5, 4)).shape == (1, 5, 3)
+            raise ZeroDivisionError
+
+    for own in (None, watched):
+        if own is not None:
+            head.forward = own
+        with pytest.raises(ZeroDivisionError):
+            failing()
+        assert vars(head).get("forward") is own
+    assert rows == [1] * 5
 
 
 def planned(scheduler: Scheduler, steps: int) -> list[list[tuple[int, int]]]:

@@ -10,7 +10,7 @@ import torch
 
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
-from colrow.engine import tail
+from colrow.engine import packed, tail
 from colrow.engine.engine import Engine
 from colrow.engine.forward import Forward
 from colrow.kernels import many
@@ -136,6 +136,39 @@ def test_layers_that_other_blocks_use_are_none() -> None:
     engine.decoder.prepare()
     assert sum(module.colrow_tail for module in model.modules()) == 1, "o_proj"
     assert equal(before, results(model, IDS, None))
+
+
+def test_ranks_of_which_one_has_no_such_products_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = whole(), tail._able
+    monkeypatch.setattr(tail, "_able", lambda model, group: own(model, group) and group.rank == 0)
+
+    def rank(group: Group) -> int:
+        part: Any = parallelize(copy.deepcopy(model), derive(model.config, 2), group)
+        Engine(part, group)
+        return tail.find(part, group)
+
+    assert run_threads(rank, 2) == [0, 0]
+
+
+class _Full(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise MemoryError("no memory left")
+
+
+@pytest.mark.parametrize("asked", [tail.find, lambda part, group: packed.packable(Forward(part), group, 1024)])
+def test_a_rank_without_memory_says_so(asked: Any) -> None:
+    """The others wait for it in the model: it must not go on to what they do not come to."""
+    model = whole()
+
+    def rank(group: Group) -> Any:
+        part: Any = parallelize(copy.deepcopy(model), derive(model.config, 2), group)
+        Engine(part, group)
+        if group.rank == 1:
+            part.model.layers[1].mlp = _Full()
+        return asked(part, group)
+
+    with pytest.raises(MemoryError, match="no memory left"):
+        run_threads(rank, 2)
 
 
 def test_where_it_does_not_apply() -> None:

@@ -156,7 +156,7 @@ class Batch:
         """The last scores of the prompts that go through the model in one pass; of those that are not at their end nothing that counts."""
         pieces: dict[int, list[Run]] = {}
         for run in runs:
-            if self._packed is not None and not run.new and not run.every:
+            if not run.new and not run.every:
                 pieces.setdefault(run.id, []).append(run)
         if self._packed is None or not pieces:
             return {}

@@ -95,19 +95,21 @@ def _row_by_row(head: Any) -> Iterator[None]:
 
 def packable(forward: Forward, group: Group, context: int | None) -> bool:
     """Whether pieces may be packed, on every rank. A collective: the model runs."""
-    model, same = forward.model, False
+    model = forward.model
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     able = group.device.type == "cpu" and dtypes == {torch.bfloat16} and prompt.library() is not None
     able = able and not model.config.is_encoder_decoder and forward.chooses_rows and model.get_output_embeddings() is not None
-    if able and (context is None or context >= FAR):
-        phase, group.counters.phase = group.counters.phase, "prepare"
-        try:
-            same = _same(forward, group.device, FAR if context is None else context)
-        except RankError:
-            raise
-        except Exception:  # a model's code may fail where it meets what it has never met before
-            same = False
-        group.counters.phase = phase
+    able = able and (context is None or context >= FAR)
+    if not all(gather_objects(able, group, "engine.packed")):  # ranks of several hosts may have different processors
+        return False
+    phase, group.counters.phase = group.counters.phase, "prepare"
+    try:
+        same = _same(forward, group.device, FAR if context is None else context)
+    except (RankError, MemoryError):  # this rank's own trouble: who waits for it in the model should hear of that
+        raise
+    except Exception:  # a model's code may fail where it meets what it has never met before
+        same = False
+    group.counters.phase = phase
     return all(gather_objects(same, group, "engine.packed"))
 
 

@@ -31,18 +31,18 @@ def find(model: Any, group: Group) -> int:
     """Marks the layers; returns how many there are. A collective: the model runs."""
     for module in model.modules():
         module.colrow_tail = False
-    layers, same = list[nn.Module](), True
-    if _able(model, group):
-        ids = torch.tensor([[7 * at + 3 + row for at in range(TOKENS)] for row in range(ROWS)]) % model.config.get_text_config().vocab_size
-        layers, expected = _heard(model, ids)
-        for layer in layers:
-            layer.colrow_tail = True  # type: ignore[assignment]
-        same = not layers or _same(_results(model, ids), expected)
-    if not all(gather_objects(same, group, "engine.tail")):
-        for layer in layers:
-            layer.colrow_tail = False  # type: ignore[assignment]
+    if not all(gather_objects(_able(model, group), group, "engine.tail")):  # ranks of several hosts may have different processors
         return 0
-    return len(layers)
+    ids = torch.tensor([[7 * at + 3 + row for at in range(TOKENS)] for row in range(ROWS)]) % model.config.get_text_config().vocab_size
+    layers, expected = _heard(model, ids)
+    for layer in layers:
+        layer.colrow_tail = True  # type: ignore[assignment]
+    same = not layers or _same(_results(model, ids), expected)
+    if all(gather_objects(same, group, "engine.tail")):
+        return len(layers)
+    for layer in layers:
+        layer.colrow_tail = False  # type: ignore[assignment]
+    return 0
 
 
 def _able(model: Any, group: Group) -> bool:
@@ -80,7 +80,7 @@ def _results(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
     try:
         scores, past = Forward(model)(ids, None, None)
         return [scores, *(x for layer in past.layers for x in (layer.keys, layer.values))]
-    except RankError:
+    except (RankError, MemoryError):  # this rank's own trouble: who waits for it in the model should hear of that
         raise
     except Exception:
         return []

@@ -173,6 +173,12 @@ def test_where_the_code_of_a_model_stops_is_said_in_words(named: bool, words: st
             RuntimeError("shape '[2, 14, 3, 3072]' is invalid for input of size 301056"),
             "do not fit together: [2, 14, 3, 3072] and 301056",
         ),
+        (RuntimeError("given [4], expected shape [4], but got torch.Size([2, 3])"), "do not fit together: [4] and [2, 3]"),
+        (
+            RuntimeError("expects them to sum exactly to 3, but got [1, 1]"),
+            "RuntimeError (expects them to sum exactly to 3, but got [1, 1])",
+        ),
+        (RuntimeError("shape '[2, -1, 5]' is invalid for input of size 32"), "do not fit together: [2, -1, 5] and 32"),
         (ValueError("Sounds do not match, tokens: tensor(..., device='meta', size=()), features: 15"), 'for it: "Sounds do not match"'),
         (KeyError("expert_tensor(..., device='meta', size=(), dtype=torch.int64)"), "a name that it makes of a tensor's number"),
         (NotImplementedError("of this kind\nsee elsewhere"), "the model's code stops with NotImplementedError (of this kind)"),

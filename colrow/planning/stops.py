@@ -15,7 +15,8 @@ def words(error: Exception) -> str:
         return "the model's code chooses something by a name that it makes of a tensor's number"
     if isinstance(error, RuntimeError) and "meta" in said and "device" in said:
         return "the model's code makes a tensor of numbers of its own, to be used with others that have only shapes here"
-    if isinstance(error, RuntimeError) and (sizes := re.findall(SIZES, said)):
+    sizes = dict.fromkeys(re.findall(SIZES, said))
+    if isinstance(error, RuntimeError) and len(sizes) > 1:  # of one alone, what it does not fit to is said in other words
         return f"sizes of the model's config, or of the input that was made up for it, do not fit together: {' and '.join(sizes)}"
     if isinstance(error, ValueError | AssertionError) and (text := re.sub(SHOWN, "", said)):
         return f'the model refuses the input that was made up for it: "{text}"'

@@ -123,11 +123,32 @@ def test_what_is_added_at_a_distance_is_a_table_that_ends(monkeypatch: pytest.Mo
     assert "still changes 17 positions back" in prepared(model, single()).why
 
 
+def test_what_is_added_by_more_than_the_distance_is_found() -> None:
+    model = whole("t5")
+    attention: Any = model.decoder.block[0].layer[0].SelfAttention
+    by_distance = attention.compute_bias
+    attention.compute_bias = lambda rows, columns, **named: by_distance(rows, columns, **named) * (1 + 0.1 * (columns % 2))
+    assert "looks at the position" in prepared(model, single()).why
+
+
 def test_a_table_of_positions_that_is_not_long_enough_is_found() -> None:
     """M2M100's code asks in each step whether its table must grow. Where it must before the context ends, a program would look past it."""
     model = whole("m2m100")
     embed: Any = model.model.decoder.embed_positions
     embed.weights = embed.weights[:40].clone()
+    assert "looks at the position" in prepared(model, single()).why
+
+
+def test_another_table_behind_a_bound_is_found() -> None:
+    """The same ops at both ends, of other numbers."""
+    model = whole("m2m100")
+    embed: Any = model.model.decoder.embed_positions
+    near, far = embed.weights, embed.weights * 2
+
+    def chooses(module: Any, given: Any) -> None:
+        module.weights = far if given[2] > 40 else near  # the number of positions before
+
+    embed.register_forward_pre_hook(chooses)
     assert "looks at the position" in prepared(model, single()).why
 
 

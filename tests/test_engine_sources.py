@@ -75,6 +75,20 @@ def test_what_is_too_large_for_float16_is_what_t5_makes_of_it() -> None:
     assert decoder.difference < 0.003
 
 
+@pytest.mark.parametrize("times", [1.0, 6e4])
+def test_a_choice_by_infinities_is_made_in_each_step(times: float) -> None:
+    model = whole("t5", torch.float16)
+    factors = list[torch.Tensor]()
+
+    def halves(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        factors.append(torch.where(torch.isinf(out * times).any(), 0.5, 1.0))
+        return out * factors[-1]
+
+    model.decoder.final_layer_norm.register_forward_hook(halves)
+    assert prepared(model, single()).why == ""
+    assert float(factors[-1]) == (0.5 if times > 1 else 1)
+
+
 @pytest.mark.parametrize(("family", "ranks"), [("t5", 2), ("umt5", 1), ("pegasus", 3)])
 def test_greedy_tokens_are_the_modules(family: str, ranks: int) -> None:
     """Of prompts of several lengths side by side."""

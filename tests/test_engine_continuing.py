@@ -3,6 +3,7 @@ the length leave keys behind that were turned by others. Their prompts go throug
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,15 +12,17 @@ import torch
 import transformers as tf
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from colrow.comm.group import single
+from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
-from colrow.engine.continuing import _keeps_positions, continues
+from colrow.engine.continuing import _keeps_positions, begins_anew, continues
 from colrow.engine.engine import Engine
-from colrow.engine.forward import Forward
+from colrow.engine.forward import Forward, left_pad
 from colrow.engine.generate import Memory, generate
 from colrow.engine.request import Request
 from colrow.engine.stopping import Limits, context_limit
 from colrow.errors import UserError
+from colrow.parallel import build
+from colrow.planning.derive import derive
 
 from . import families, tiny
 from .test_engine_batch import CONFIG, answers, at_once, serve
@@ -41,6 +44,7 @@ ALSO: dict[str, Callable[[], Any]] = {
         **PAIRS, attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_chunk_size=16
     ),
 }
+T5 = tf.T5Config(vocab_size=50, d_model=16, d_kv=4, d_ff=20, num_layers=1, num_heads=4, decoder_start_token_id=0)
 PROMPT = [(7 * at + 3) % 256 for at in range(21)]
 
 
@@ -68,6 +72,73 @@ def test_which_caches_may_be_gone_on_from() -> None:
         assert continues(Forward(model), single(), context_limit(model.config)) is expected, name
     engine = Engine(tiny.whole(tiny.config("llama"), torch.float32), single())
     assert engine.decoder.continues, "without a program it is looked at"
+
+
+PHI: dict[str, Any] = {**PAIRS, "rope_parameters": LONG, "original_max_position_embeddings": 12}
+MSCALES = {"short_mscale": 1.0, "long_mscale": 1.3}
+BORDERS: dict[str, Callable[[], Any]] = {
+    "phi3": lambda: tf.Phi3Config(**PHI),
+    "phimoe": lambda: tf.PhimoeConfig(**{**PHI, "intermediate_size": 64, "rope_parameters": LONG | MSCALES}, num_local_experts=4),
+}
+
+
+@pytest.fixture(scope="module", params=BORDERS)
+def bordered(request: pytest.FixtureRequest) -> Any:
+    """A model whose `generate` computes all tokens again when there are 13."""
+    model = tiny.whole(BORDERS[request.param](), torch.float64, attention=None)
+    model.set_experts_implementation("eager")
+    for p in model.parameters():
+        p.data.mul_(4)
+    assert begins_anew(Forward(model), context_limit(model.config)) == 13
+    return model
+
+
+def test_where_a_models_generate_drops_its_cache_so_does_the_engine(bordered: Any) -> None:
+    """Prompts on both sides of the border, and one whose first new token is the 13th."""
+    prompts = [PROMPT[:known] for known in (7, 12, 13, 21)]
+    expected = [reference(bordered, prompt, 16) for prompt in prompts]
+    plain = [row for step in (generate(bordered, single(), prompts[:1], limits=Limits(16))) for row in step.tokens]
+    assert plain == expected[0]
+
+    def rank(group: Group) -> list[list[int]]:
+        part = build.parallelize(copy.deepcopy(bordered), derive(bordered.config, group.size), group)
+        return [[step.tokens[0] for step in generate(part, group, [p], limits=Limits(16), memory=Memory())] for p in prompts]
+
+    assert run_threads(rank, 2) == [expected, expected]
+
+
+def test_rows_of_other_lengths_are_computed_again_at_the_width_of_all(bordered: Any) -> None:
+    prompts = [PROMPT[:4], PROMPT[:9]]
+    ids, mask = left_pad(prompts, 0)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = bordered.generate(ids, attention_mask=mask, **options)[:, 9:].tolist()
+    steps = [step.tokens for step in generate(bordered, single(), prompts, limits=Limits(12))]
+    assert [list(row) for row in zip(*steps, strict=True)] == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"fast": True}, {"cache_tokens": 48}], ids=["roomy", "fast", "pausing"])
+def test_a_server_computes_each_sequence_again_at_its_own_border(bordered: Any, options: dict[str, Any]) -> None:
+    requests = [Request(at, tuple(PROMPT[at:][:known]), max_new_tokens=14) for at, known in enumerate((3, 7, 12, 13, 20), 1)]
+    expected = {r.id: reference(bordered, list(r.ids), 14) for r in requests}
+    outputs = answers(run_threads(lambda group: serve(group, bordered, at_once(requests), **options), 2)[0])
+    assert {id: tokens for id, (tokens, _, _) in outputs.items()} == expected
+
+
+def test_the_account_counts_a_step_that_computes_all_again(bordered: Any) -> None:
+    def rank(group: Group) -> tuple[int, int, int]:
+        part = build.parallelize(copy.deepcopy(bordered), derive(bordered.config, group.size), group)
+        engine = Engine(part, group)
+        engine.complete([PROMPT[:7]], max_new_tokens=10)
+        calls = sum(tally.calls for (phase, _, name), tally in group.counters.sites.items() if phase == "decode" and "layers.0" in name)
+        return engine.clock.anew, engine.clock.steps, calls
+
+    for anew, steps, calls in run_threads(rank, 2):
+        assert (anew, calls) == (1, 2 * (steps - 2))
+
+
+def test_others_never_drop_it() -> None:
+    for model in (tiny.whole(tiny.config("llama")), tiny.whole(tiny.config("gpt2")), tf.T5ForConditionalGeneration(T5)):
+        assert begins_anew(Forward(model), 64) is None
 
 
 def test_a_state_in_modules_is_refused() -> None:

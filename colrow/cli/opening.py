@@ -76,12 +76,13 @@ def account_of(engine: Engine, opening: Opening, sampling: Sampling, stages: Sta
     group, clock = engine.group, engine.clock
     steps, vocab = clock.steps - 1, engine.model.config.get_text_config().vocab_size
     element = next(engine.model.parameters()).element_size()
-    of_a_step = [
+    of_the_model = [
         (p.op, p.name, p.calls, p.logical_bytes)
         for p in cost.predict(stages.results["plan"], 1, 1, "decode", element, whole_logits=False)
         if group.rank in p.ranks
-    ] + exchange.predicted(sampling, 1, group.size, vocab)
-    expected = [(op, name, steps * calls, steps * size) for op, name, calls, size in of_a_step if steps > 0]
+    ]
+    of_a_step = ((of_the_model, steps - clock.anew), (exchange.predicted(sampling, 1, group.size, vocab), steps))
+    expected = [(op, name, times * calls, times * size) for found, times in of_a_step for op, name, calls, size in found if times > 0]
     gathers = exchange.predicted_gather(1, group.size, vocab, element)
     expected += [(op, name, clock.gathered * calls, clock.gathered * size) for op, name, calls, size in gathers if clock.gathered]
     return Account(

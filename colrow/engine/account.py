@@ -29,6 +29,7 @@ class Clock:
     new_tokens: int = 0
     steps: int = 0
     gathered: int = 0  # steps after the first that needed the full logits
+    anew: int = 0  # steps after the first that computed all tokens again; the model's collectives of these count as a prompt's
     begun: float = 0.0
     first: float = 0.0
     last: float = 0.0
@@ -36,9 +37,10 @@ class Clock:
     def begin(self, prompt_tokens: int) -> None:
         self.prompt_tokens, self.begun = prompt_tokens, time.time()
 
-    def step(self, tokens: int, gathered: bool = False) -> None:
+    def step(self, tokens: int, gathered: bool = False, anew: bool = False) -> None:
         self.last = time.time()
         self.gathered += gathered and self.steps > 0
+        self.anew += anew
         self.first = self.first or self.last
         self.steps, self.new_tokens = self.steps + 1, self.new_tokens + tokens
 

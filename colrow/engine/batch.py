@@ -28,6 +28,7 @@ from ..comm.group import Group
 from ..errors import RankError
 from . import packed
 from .blocks import Blocks, plain
+from .continuing import begins_anew
 from .engine import Engine, RowText
 from .forward import Forward, vocabulary
 from .mixed import NOT_FINITE, Mixed, Row, logprobs
@@ -52,9 +53,10 @@ class Batch:
         engine.decoder.prepare()
         self._program = engine.decoder.program
         whole = not engine.decoder.continues
+        anew = begins_anew(self._forward, engine.context) if whole else None
         packs = not whole and packed.packable(self._forward, engine.group, engine.context)
         self._packed = packed.Packed(self._forward) if packs else None
-        self._together = Together(self._forward) if fast and self._program is None else None
+        self._together = Together(self._forward) if fast and self._program is None and not whole else None
         self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
         def text(request: Request) -> RowText:
@@ -62,7 +64,7 @@ class Batch:
 
         on_rank_0 = self.group.rank == 0
         self.scheduler = (
-            Scheduler(cache_tokens, engine.eos, engine.context, text, whole=whole, packs=packs, **options) if on_rank_0 else None
+            Scheduler(cache_tokens, engine.eos, engine.context, text, whole=whole, packs=packs, anew=anew, **options) if on_rank_0 else None
         )
 
     def add(self, request: Request) -> None:
@@ -122,6 +124,7 @@ class Batch:
             else:
                 self.group.counters.phase = "decode" if run.new else "prefill"
                 ids = torch.tensor([run.tokens], device=self.group.device)
+                held.past = held.past if run.at else None  # of what is computed anew
                 logits, held.past = held.forward(ids, None, as_cache(held.past), every=run.every)
             held.length += len(run.tokens)
             if run.keep:
@@ -143,7 +146,7 @@ class Batch:
 
     def _decode_together(self, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
         """The scores of the sequences that are decoded as rows of a batch; none where neither a program nor `fast` makes one."""
-        tokens = {run.id: run.tokens[0] for run in runs if run.new}
+        tokens = {run.id: run.tokens[0] for run in runs if run.new and run.at}
         self.group.counters.phase = "decode"
         if self._program is not None and tokens:
             slots = [as_slot(self._held[id].past) for id in tokens]

@@ -3,15 +3,17 @@
 Prompts are read in pieces (scheduler.py), and a conversation goes on from what its last turn left (generate.Memory). Two kinds of models
 cannot do that, in transformers' own code: recurrent states begin again with zeros where more than one token comes (Mamba's), and rotary
 frequencies that depend on the length of the sequence so far (longrope, dynamic) leave keys behind that were turned by others. Such a model
-gets a prompt whole. What it then decodes, token by token, is what transformers' `generate` decodes, but for one thing: of Phi-3 `generate`
-computes the keys again at the length where its frequencies change.
+gets a prompt whole. What it then decodes, token by token, is what transformers' `generate` decodes. Some models (Phi-3) tell `generate` to
+drop the cache at the length where their frequencies change, and to compute all tokens again; so `begins_anew` asks them where that is.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from ..comm.collectives import gather_objects
@@ -30,6 +32,26 @@ def continues(forward: Forward, group: Group, context: int | None) -> bool:
     mine = _keeps_positions(forward, ids) and _keeps_keys(forward, ids, context or 0)
     group.counters.phase = phase
     return all(gather_objects(mine, group, "engine.continuing"))
+
+
+def begins_anew(forward: Forward, context: int | None) -> int | None:
+    """The number of tokens at which `generate` drops the cache of all before the last and computes them again; None where it never does.
+    The model's own preparation for `generate` is asked, about a cache of few positions before so many tokens. No collective: it answers
+    by its config. What it would drop at a length, it would drop at any greater one."""
+    past = DynamicCache()
+    past.update(torch.zeros(1, 1, SEEN, 1), torch.zeros(1, 1, SEEN, 1), 0)
+    name, device = str(forward.cache_arg), next(forward.model.parameters()).device
+
+    def keeps(tokens: int) -> bool:
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device).expand(1, tokens)
+        return forward.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **{name: past}).get(name) is not None
+
+    try:
+        if context is None or context <= SEEN or keeps(context) or not keeps(SEEN + 1):
+            return None
+    except Exception:  # it prepares nothing, or wants to be told more
+        return None
+    return bisect_left(range(context), True, SEEN + 1, key=lambda tokens: not keeps(tokens))
 
 
 def _keeps_positions(forward: Forward, ids: torch.Tensor) -> bool:

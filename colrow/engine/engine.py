@@ -86,7 +86,7 @@ class Engine:
         self.clock.begin(sum(map(len, ids)))
         watching = watch if rows is not None else None
         for step in generate(self.model, self.group, ids, chosen, limits, watching, memory, self.decoder, self.rules):
-            self.clock.step(sum(token is not None for token in step.tokens), step.gathered)
+            self.clock.step(sum(token is not None for token in step.tokens), step.gathered, step.anew)
             yield _chunk(step, rows)
 
     def complete(self, prompts: Sequence[Prompt], **settings: Any) -> list[str]:

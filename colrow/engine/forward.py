@@ -30,8 +30,8 @@ class Forward:
     def __init__(self, model: Any) -> None:
         self.model = model
         accepted = inspect.signature(model.forward).parameters
-        self._cache_arg = next((name for name in CACHES if name in accepted), None)
-        if self._cache_arg is None:
+        self.cache_arg = next((name for name in CACHES if name in accepted), None)
+        if self.cache_arg is None:
             raise UserError(f"{type(model).__name__} takes no cache, so it cannot generate", works="a causal language model")
         if rereads(model):
             what = f"{type(model).__name__} reads the whole text again for each token, which colrow's engine does not do"
@@ -49,7 +49,7 @@ class Forward:
         `every` the logits of all new tokens come back, [rows, new tokens, columns]."""
         arguments: dict[str, Any] = {"input_ids": ids, "use_cache": True, **({} if every else self._keep)}
         if past is not None:
-            arguments[str(self._cache_arg)] = past
+            arguments[str(self.cache_arg)] = past
         if mask is not None:  # a row's positions count from its first real token
             arguments["attention_mask"] = mask
             if self.takes_positions:
@@ -64,7 +64,7 @@ class Forward:
     def at(self, ids: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
         """The last logits [rows, columns] of `ids` [rows, new tokens] at `positions`, said expressly where the model takes them."""
         said = {"position_ids": positions} if self.takes_positions else {}
-        arguments = {"input_ids": ids, **said, str(self._cache_arg): past, "use_cache": True, **self._keep}
+        arguments = {"input_ids": ids, **said, str(self.cache_arg): past, "use_cache": True, **self._keep}
         return self._run(arguments).logits[:, -1]
 
     @torch.inference_mode()
@@ -75,7 +75,7 @@ class Forward:
     @torch.inference_mode()
     def rows(self, ids: torch.Tensor, positions: torch.Tensor, past: Any, wanted: torch.Tensor) -> torch.Tensor:
         """The logits [rows, wanted, columns] of the `wanted` ones of `ids` [rows, new tokens] at `positions`. Only where `chooses_rows`."""
-        arguments = {"input_ids": ids, "position_ids": positions, str(self._cache_arg): past, "use_cache": True, "logits_to_keep": wanted}
+        arguments = {"input_ids": ids, "position_ids": positions, str(self.cache_arg): past, "use_cache": True, "logits_to_keep": wanted}
         with _last_alone(ids, wanted.tolist() == [ids.shape[1] - 1]):
             return self._run(arguments).logits
 

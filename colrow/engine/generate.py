@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from ..comm.group import Group
+from .continuing import begins_anew
 from .decoder import Decoder
 from .exchange import Exchange
 from .forward import Forward, left_pad, vocabulary
 from .rules import Rules
 from .settings import Sampling
 from .slots import Slot, as_cache
-from .stopping import Finish, Limits
+from .stopping import Finish, Limits, context_limit
 from .translate import Translate
 
 Watch = Callable[[int, int], Finish | None]
@@ -40,6 +41,7 @@ class Step:
     tokens: tuple[int | None, ...]
     finished: tuple[Finish | None, ...]
     gathered: bool = False  # the candidates did not reach: the full logits were exchanged
+    anew: bool = False  # all tokens were computed again (continuing.py)
 
 
 @dataclass
@@ -113,6 +115,8 @@ def _steps(
     past, new = memory.take(prompts[0]) if memory is not None and goes_on else (None, None)
     ids, mask = left_pad(prompts if new is None else [new], pad=0)
     ids, mask = ids.to(group.device), None if mask is None else mask.to(group.device)
+    border = begins_anew(forward, context_limit(model.config)) if program is None else None
+    seen = ids if new is None else torch.tensor([prompts[0]], device=group.device)  # all tokens, padded as they are computed
     number = 0
 
     def ends(tokens: Sequence[int]) -> list[Finish | None]:
@@ -127,12 +131,14 @@ def _steps(
     phase = group.counters.phase
     try:
         while not all(finished):
-            group.counters.phase = "prefill" if number == 0 else "decode"
+            anew = number > 0 and seen.shape[1] == border
+            group.counters.phase = "prefill" if number == 0 or anew else "decode"
             if program is not None and number > 0:
                 slots = slots or [Slot(past, row, len(own), len(read)) for row, (own, read) in enumerate(zip(prompts, given, strict=True))]
                 logits = program.run([row[-1] for row in history], slots)
             else:
-                logits, past = forward(ids, mask, past)
+                logits, past = forward(seen, mask, None) if anew else forward(ids, mask, past)
+            group.counters.phase = "decode" if anew else group.counters.phase
             if memory is not None:
                 memory.keep(history[0], slots[0] if slots else past)
             live = [reason is None for reason in finished]
@@ -141,10 +147,10 @@ def _steps(
             for row, token in enumerate(tokens):
                 if live[row]:
                     history[row].append(token)
-            yield Step(
-                number, tuple(token if alive else None for token, alive in zip(tokens, live, strict=True)), tuple(finished), agreed.gathered
-            )
+            shown = tuple(token if alive else None for token, alive in zip(tokens, live, strict=True))
+            yield Step(number, shown, tuple(finished), agreed.gathered, anew)
             ids = torch.tensor(tokens, device=group.device)[:, None]
+            seen = torch.cat([seen, ids], 1)
             mask = None if mask is None else torch.cat([mask, mask.new_ones(len(tokens), 1)], 1)
             number += 1
     finally:

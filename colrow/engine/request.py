@@ -81,8 +81,8 @@ class Output:
 class Run:
     """A piece of one sequence, from position `at` on, that goes through the model in a step. `every`: the scores of all its positions are
     wanted (prompt logprobs); `chooses`: the next token is chosen from the last one's. `new`: how many tokens were chosen up to here (0: it
-    is a piece of the prompt, else it is the last one chosen). `keep`: a number under which the keys and values from
-    position `since` to its end are kept, 0 for none."""
+    is a piece of the prompt, else its last token is the last one chosen; it is the only one unless all are computed again, from 0 on).
+    `keep`: a number under which the keys and values from position `since` to its end are kept, 0 for none."""
 
     id: int
     tokens: tuple[int, ...]

@@ -41,7 +41,8 @@ class Text(Protocol):
 @dataclass
 class Sequence:
     """A request on its way. `cached`: tokens that have gone through the model; `new`: those that were chosen; `piece`: the kept piece that
-    its prompt has come to, 0 at its beginning, None once a piece is not kept; `shared`: positions taken from kept pieces."""
+    its prompt has come to, 0 at its beginning, None once a piece is not kept; `shared`: positions taken from kept pieces; `anew`: its first
+    tokens, new ones among them, that were read again like a prompt, 0 before that."""
 
     request: Request
     text: Text
@@ -51,6 +52,12 @@ class Sequence:
     new: list[int] = field(default_factory=list)
     piece: int | None = 0
     shared: int = 0
+    anew: int = 0
+
+    @property
+    def begins(self) -> int:
+        """How many of its tokens are read as a prompt."""
+        return max(len(self.request.ids), self.anew)
 
     @property
     def tokens(self) -> list[int]:
@@ -80,7 +87,7 @@ class Scheduler:
     """`cache_tokens`: positions that all caches together may hold. `text(request)` makes the text of a new sequence. `eos`, `context`: as
     in stopping.Limits. `chunk`, `beside`: tokens of prompts in a step, and in one that others wait for. `share`: whether beginnings of
     prompts are kept; it may be set to False later. `whole`: a prompt is one piece (continuing.py says for which models).
-    `packs`: whether pieces may be cut anywhere and go together."""
+    `packs`: whether pieces may be cut anywhere and go together. `anew`: the length at which a `whole` sequence is computed again."""
 
     def __init__(
         self,
@@ -95,9 +102,10 @@ class Scheduler:
         whole: bool = False,
         beside: int = 128,
         packs: bool = False,
+        anew: int | None = None,
     ) -> None:
         self.cache_tokens, self.eos, self.context, self.chunk, self.max_running = cache_tokens, eos, context, chunk, max_running
-        self.beside, self.packs = min(beside, chunk), packs
+        self.beside, self.packs, self.anew = min(beside, chunk), packs, anew if whole else None
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # in order of arrival
         self.prefixes, self.share, self.whole = Prefixes(), share and not whole, whole
@@ -154,8 +162,8 @@ class Scheduler:
         for sequence in self.running.values():
             if keys := self._kept(sequence):
                 loads.append(Load(sequence.request.id, tuple(keys)))
-            at, prompt = sequence.cached, len(sequence.request.ids)
-            if at >= prompt:
+            at = sequence.cached
+            if at >= sequence.begins:
                 runs.append(self._run(sequence, at, at + 1))
             pieces = self._packed(sequence, room, most) if self.packs and not _every(sequence) else self._cut(sequence, room, most)
             runs += pieces
@@ -190,6 +198,8 @@ class Scheduler:
         ends = limit if limit is Finish.EOS else sequence.text.push(choice.token) or limit
         if ends is not None:
             self._leave(id)
+        elif sequence.length == self.anew:
+            sequence.cached, sequence.anew = 0, sequence.length
         logprobs = (choice.logprob,) if choice.logprob is not None else ()
         text, finish, shared = sequence.text.take(ends), NAMES[ends] if ends else None, sequence.shared if len(sequence.new) == 1 else 0
         return [Output(id, (choice.token,), text, finish, logprobs, choice.prompt, shared=shared)]
@@ -204,7 +214,7 @@ class Scheduler:
 
     def _cut(self, sequence: Sequence, room: int, most: int) -> list[Run]:
         """Pieces of its prompt that fit into the room, each as it is cut whatever else runs; one at least where all the room is left."""
-        at, prompt, runs = sequence.cached, len(sequence.request.ids), list[Run]()
+        at, prompt, runs = sequence.cached, sequence.begins, list[Run]()
         if room < prompt - at <= most:
             return runs  # a short prompt waits for a step that has room for all of it
         while at < prompt:
@@ -234,10 +244,10 @@ class Scheduler:
 
     def _run(self, sequence: Sequence, at: int, end: int) -> Run:
         request, prompt = sequence.request, len(sequence.request.ids)
-        tokens = request.ids[at:end] if at < prompt else (sequence.new[at - prompt],)
+        tokens = tuple(sequence.tokens[at:end]) if sequence.anew else request.ids[at:end] if at < prompt else (sequence.new[at - prompt],)
         every = _every(sequence) and at < prompt
         chooses = end == sequence.length and request.max_new_tokens > 0
-        return Run(request.id, tokens, at, every, chooses, max(at - prompt + 1, 0), self._keep(sequence, at, end), last_cut(at, self.chunk))
+        return Run(request.id, tokens, at, every, chooses, max(end - prompt, 0), self._keep(sequence, at, end), last_cut(at, self.chunk))
 
     def _keep(self, sequence: Sequence, at: int, end: int) -> int:
         """The number under which the piece that ends here is kept; 0 where none does, or there is no room for it."""

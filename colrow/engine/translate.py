@@ -32,13 +32,13 @@ class Translate(Forward):
     @torch.inference_mode()
     def __call__(self, ids: torch.Tensor, mask: torch.Tensor | None, past: Any, every: bool = False) -> tuple[torch.Tensor, Any]:
         """`ids` [rows, new tokens] of the decoder; its rows need no mask, they are as long as each other."""
-        out = self._decoded(ids, {} if past is None else {str(self._cache_arg): past})
+        out = self._decoded(ids, {} if past is None else {str(self.cache_arg): past})
         return (out.logits if every else out.logits[:, -1]), self._past(out)
 
     def at(self, ids: torch.Tensor, positions: torch.Tensor, past: Any) -> torch.Tensor:
         """As Forward's, of a step that is recorded: positions come from the cache, and a mask, which nobody looks at, keeps those models
         that would make one from counting the positions."""
-        return self._decoded(ids, {str(self._cache_arg): past, "decoder_attention_mask": torch.ones_like(ids)}).logits[:, -1]
+        return self._decoded(ids, {str(self.cache_arg): past, "decoder_attention_mask": torch.ones_like(ids)}).logits[:, -1]
 
     def _decoded(self, ids: torch.Tensor, more: dict[str, Any]) -> Any:
         with local_logits(self.model):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 from colrow.__main__ import main
 from colrow.checkpoint.model_dir import find
@@ -30,6 +32,7 @@ from .families import ENCODERS, TRANSLATORS
 from .serving import served
 from .test_engine_batch import answers, at_once, serve
 from .test_engine_text import byte_level
+from .tiny import TOKENS
 
 PROMPTS = ["Hello there", "a", "one two three"]
 NEW = 10
@@ -88,6 +91,27 @@ def test_every_prompt_of_a_batch_gets_what_it_would_get_alone(family: str, ranks
 
     for found in run_threads(rank, ranks) if ranks > 1 else [rank(single())]:
         assert found == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_mask_that_hides_nothing_is_not_made(ranks: int) -> None:
+    """ProphetNet's code multiplies it by a number that only float64 holds: NaN, where `generate` without a mask has none."""
+    sizes = {"encoder_ffn_dim": 51, "decoder_ffn_dim": 53, "max_position_embeddings": 64}
+    sizes |= {f"num_{side}_{what}": size for side in ("encoder", "decoder") for what, size in (("layers", 2), ("attention_heads", 6))}
+    whole = build(tf.ProphetNetConfig(**TOKENS, **sizes, hidden_size=48, decoder_start_token_id=1), dtype=torch.float32).double().eval()
+    add_noise(whole)
+    for p in whole.parameters():
+        p.data.mul_(3)
+    prompts = [[5, 6, 7, 8, 9, 10, 11], [40, 3, 77]]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "num_beams": 1}
+    expected = [whole.generate(torch.tensor([prompt]), **options)[0, 1:].tolist() for prompt in prompts]
+    assert expected[0] != expected[1]
+
+    def rank(group: Group) -> list[list[int | None]]:
+        part = parallelize(copy.deepcopy(whole), derive(whole.config, ranks), group) if ranks > 1 else whole
+        return [[step.tokens[0] for step in generate(part, group, [prompt], limits=Limits(NEW))] for prompt in prompts]
+
+    assert run_threads(rank, ranks) == [expected] * ranks
 
 
 def request(number: int, prompt: str, **more: Any) -> Request:

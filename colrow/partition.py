@@ -8,9 +8,10 @@ A partition is about ONE dim of a tensor. It holds no data and knows no ranks bu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any
 
@@ -47,7 +48,12 @@ class Partition:
         for rank, ranges in enumerate(self.pieces):
             if any(start >= stop for start, stop in ranges) or any(a[1] > b[0] for a, b in pairwise(ranges)):
                 raise ValueError(f"ranges of rank {rank} are not ascending and disjoint: {ranges}")
-        if any(not segment.ranks for segment in self.segments()):
+        reached = 0
+        for start, stop in sorted(pair for ranges in self.pieces for pair in ranges):
+            if start > reached:
+                break
+            reached = max(reached, stop)
+        if reached < self.size:
             raise ValueError(f"some elements along dim {self.dim} are held by no rank: {self.pieces}")
 
     @property
@@ -58,7 +64,7 @@ class Partition:
     def is_whole(self) -> bool:
         return self.dim is None
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Length of the whole tensor along `dim`."""
         return max((stop for ranges in self.pieces for _, stop in ranges), default=0)
@@ -110,10 +116,13 @@ class Partition:
         if self.dim is None:
             return ()
         cuts = sorted({0} | {edge for ranges in self.pieces for pair in ranges for edge in pair})
-        return tuple(
-            Segment(a, b, tuple(r for r, ranges in enumerate(self.pieces) if any(s <= a and b <= e for s, e in ranges)))
-            for a, b in pairwise(cuts)
-        )
+        number = {edge: at for at, edge in enumerate(cuts)}
+        holders: list[list[int]] = [[] for _ in cuts[1:]]
+        for rank, ranges in enumerate(self.pieces):
+            for start, stop in ranges:
+                for at in range(number[start], number[stop]):
+                    holders[at].append(rank)
+        return tuple(Segment(a, b, tuple(ranks)) for (a, b), ranks in zip(pairwise(cuts), holders, strict=True))
 
     def shared(self) -> tuple[Segment, ...]:
         """The stretches that more than one rank holds (copied KV heads)."""
@@ -163,13 +172,28 @@ def balance(units: int, ranks: int, weights: Sequence[float] | None = None) -> t
     share = [1.0] * ranks if weights is None else [float(w) for w in weights]
     if len(share) != ranks or min(share) < 0 or sum(share) <= 0:
         raise ValueError(f"need {ranks} weights of at least 0, not all 0, got {weights}")
-    exact = [units * w / sum(share) for w in share]
+    together = sum(share)
+    exact = [units * w / together for w in share]
     sizes = [int(x) for x in exact]
     by_remainder = sorted(range(ranks), key=lambda r: (sizes[r] - exact[r], r))
     for rank in by_remainder[: units - sum(sizes)]:
         sizes[rank] += 1
-    starts = [sum(sizes[:r]) for r in range(ranks)]
-    return tuple((start, start + n) for start, n in zip(starts, sizes, strict=True))
+    return in_row(sizes)
+
+
+def in_row(sizes: Sequence[int]) -> tuple[Range, ...]:
+    """Ranges of these `sizes`, one after the other."""
+    return tuple(pairwise(accumulate(sizes, initial=0)))
+
+
+def lowest_alike(profiles: Iterable[Hashable]) -> tuple[int, ...]:
+    """For each of the profiles, the number of the first one that is equal.
+
+    >>> lowest_alike(["a", "b", "a", "a"])
+    (0, 1, 0, 0)
+    """
+    first: dict[Hashable, int] = {}
+    return tuple(first.setdefault(profile, number) for number, profile in enumerate(profiles))
 
 
 def merge_ranges(ranges: Iterable[Range]) -> Ranges:

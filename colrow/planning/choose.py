@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ..partition import Partition
 from .adjoint import Gradients, backward
 from .covered import count, covered, is_alone
 from .cuts import Cut, CutError, Cuts, cut_axis, cut_blocks, cut_fewer, cut_heads
@@ -181,7 +180,7 @@ class _Chooser:
         names = {name for leaf in cut.leaves for name in self.graph.parameters_with[leaf]}
         inner = [self.graph.axes.dims[trace.parameters[name]][-1] for name in names if len(trace.values[trace.parameters[name]].shape) > 1]
         try:
-            touched = [Partition(0, tuple(cuts.ranges(dim, rank) for rank in range(self.ranks))) for dim in inner if cuts.touches(dim)]
+            touched = [cuts.of_dim(0, dim) for dim in inner if cuts.touches(dim)]
         except CutError:
             return False
         return all(partition.granularity % self.block == 0 for partition in touched)

@@ -17,7 +17,7 @@ from ..partition import Partition
 from . import lengths
 from .lengths import Length
 from .plan import Plan, Region
-from .wire import SHM_SLOT, Algorithm, moved
+from .wire import SHM_SLOT, Algorithm, equal_parts, moved
 
 Phase = Literal["prefill", "decode", "train_forward", "train_backward"]
 """prefill: a forward pass over all tokens. decode: over one. Both return whole logits. train_forward: with the loss, the logits stay
@@ -45,9 +45,10 @@ class Predicted:
     def moved_bytes(self, algorithm: Algorithm = "ring", rank: int | None = None, limit: int = SHM_SLOT) -> int:
         """Bytes that the `rank`th of `ranks` sends, or moves (wire.py says which); of the rank that moves most where it is left out.
         `limit`: largest all-reduce that shared memory does in one step."""
-        n = len(self.ranks)
+        n, each_call = len(self.ranks), self.logical_bytes // self.calls
+        parts = self.parts or equal_parts(each_call, n, self.unit)
         each = [
-            self.calls * moved(algorithm, self.op, self.logical_bytes // self.calls, r, n, self.parts, self.unit, limit)
+            self.calls * moved(algorithm, self.op, each_call, r, n, parts, self.unit, limit)
             for r in (range(n) if rank is None else (rank,))
         ]
         return max(each)
@@ -221,4 +222,4 @@ def block_of(name: str) -> str:
 
 def parameter_bytes(plan: Plan, dtype_bytes: int) -> list[int]:
     """Bytes of the parameters that each rank holds; a tied one counts once."""
-    return [sum(prod(t.partition.local_shape(t.shape, rank)) for t in plan.tensors.values()) * dtype_bytes for rank in range(plan.ranks)]
+    return plan.each(lambda rank: sum(prod(t.partition.local_shape(t.shape, rank)) for t in plan.tensors.values()) * dtype_bytes)

@@ -7,10 +7,11 @@ follow from its factors: a product scales the ranges of its outer part, a concat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..partition import Partition, Range, Ranges, balance, in_blocks, merge_ranges, whole
+from ..partition import Partition, Range, Ranges, balance, in_blocks, in_row, lowest_alike, merge_ranges, whole
 from .factors import Dim, Node, leaves, resolve, size
 
 
@@ -41,8 +42,7 @@ def deal(units: int, ranks: int, weights: Sequence[float] | None, least: int = 0
     while min(counts) < least:
         counts[counts.index(max(counts))] -= 1
         counts[counts.index(min(counts))] += 1
-    starts = [sum(counts[:r]) for r in range(ranks)]
-    return tuple((a, a + n) for a, n in zip(starts, counts, strict=True))
+    return in_row(counts)
 
 
 def cut_axis(leaf: Node, ranks: int, weights: Sequence[float] | None, least: int = 0, unit: int = 1) -> Cut:
@@ -92,6 +92,8 @@ class Cuts:
         self.alone = {leaf: r for cut in self.cuts for leaf, r in zip(cut.leaves, cut.ranges, strict=True)}
         self.pairs = {cut.leaves: cut.flat for cut in self.cuts if cut.flat}
         self.inner = {cut.leaves[1] for cut in self.cuts if cut.flat}
+        self._known: dict[tuple[Node, ...], tuple[Ranges, ...]] = {}
+        self._partitions: dict[tuple[int, tuple[Ranges, ...]], Partition] = {}
 
     @property
     def leaves(self) -> frozenset[Node]:
@@ -100,12 +102,22 @@ class Cuts:
     def touches(self, dim: Dim) -> bool:
         return any(leaf in self.alone for leaf in leaves(dim))
 
-    def ranges(self, dim: Dim, rank: int) -> Ranges:
-        """What a rank holds of a dim. CutError where the layout does not allow the cut."""
-        return self._ranges(resolve(dim), rank)
+    @functools.cached_property
+    def like(self) -> tuple[int, ...]:
+        """For each rank the lowest one that has as many indices of every cut as it has, and so of every dim."""
+        sizes = [tuple(b - a for a, b in pieces) for cut in self.cuts for pieces in (*cut.ranges, cut.flat) if pieces]
+        return lowest_alike(zip(*sizes, strict=True)) if sizes else (0,) * self.ranks
+
+    def pieces(self, dim: Dim) -> tuple[Ranges, ...]:
+        """What each rank holds of a dim. CutError where the layout does not allow the cut."""
+        nodes = resolve(dim)
+        key = tuple(nodes)
+        if key not in self._known:
+            self._known[key] = self._pieces(nodes)
+        return self._known[key]
 
     def local(self, dim: Dim, rank: int) -> int:
-        return sum(b - a for a, b in self.ranges(dim, rank))
+        return sum(b - a for a, b in self.pieces(dim)[rank])
 
     def partition(self, dims: Sequence[Dim]) -> Partition:
         """Of a whole tensor. CutError where two of its dims would be cut."""
@@ -114,9 +126,17 @@ class Cuts:
             return whole(self.ranks)
         if len(cut) > 1:
             raise CutError(f"dims {cut} of one tensor would be cut")
-        pieces = tuple(self.ranges(dims[cut[0]], rank) for rank in range(self.ranks))
-        return Partition(cut[0], pieces)
+        return self.of_dim(cut[0], dims[cut[0]])
 
+    def of_dim(self, number: int, dim: Dim) -> Partition:
+        """Of a tensor whose dim of this `number` is `dim`."""
+        pieces = self.pieces(dim)
+        key = (number, pieces)
+        if key not in self._partitions:
+            self._partitions[key] = Partition(number, pieces)
+        return self._partitions[key]
+
+    @functools.cached_property
     def counted(self) -> Cuts:
         """What ranks count in sums."""
         fewer = [replace(c, flat=c.counted) if c.flat else replace(c, ranges=(c.counted,)) for c in self.cuts if c.counted]
@@ -124,34 +144,37 @@ class Cuts:
 
     def entry(self, dim: Dim, number: int, rows: int) -> Partition:
         """Of a tensor of so many rows that belongs to one index of a dim: all of it on the ranks that hold the index."""
-        held = (any(a <= number < b for a, b in self.ranges(dim, rank)) for rank in range(self.ranks))
+        held = (any(a <= number < b for a, b in ranges) for ranges in self.pieces(dim))
         return Partition(0, tuple(((0, rows),) if has else () for has in held))
 
-    def _ranges(self, nodes: list[Node], rank: int) -> Ranges:
-        total = size(nodes)
+    def _pieces(self, nodes: list[Node]) -> tuple[Ranges, ...]:
+        """All ranks' together: how a dim is made is looked at once."""
         if not self.touches(nodes):
-            return ((0, total),)
+            return (((0, size(nodes)),),) * self.ranks
         pair = (nodes[0], nodes[1]) if len(nodes) > 1 else ()
         if pair in self.pairs:
-            outer: Ranges = (self.pairs[pair][rank],)
+            outer: tuple[Ranges, ...] = tuple((one,) for one in self.pairs[pair])
             rest = nodes[2:]
         else:
-            outer, rest = self._of_node(nodes[0], rank), nodes[1:]
+            outer, rest = self._of_node(nodes[0]), nodes[1:]
         width = size(rest)
-        inner = self._ranges(rest, rank) if rest else ((0, 1),)
-        if inner == ((0, width),):
-            return merge_ranges((a * width, b * width) for a, b in outer)
-        return merge_ranges((i * width + a, i * width + b) for start, stop in outer for i in range(start, stop) for a, b in inner)
+        if not self.touches(rest):
+            return tuple(merge_ranges((a * width, b * width) for a, b in own) for own in outer)
+        return tuple(
+            merge_ranges((i * width + a, i * width + b) for start, stop in own for i in range(start, stop) for a, b in inner)
+            for own, inner in zip(outer, self._pieces(rest), strict=True)
+        )
 
-    def _of_node(self, node: Node, rank: int) -> Ranges:
+    def _of_node(self, node: Node) -> tuple[Ranges, ...]:
         if node.segs:
-            out: list[Range] = []
+            parts: list[list[Range]] = [[] for _ in range(self.ranks)]
             at = 0
             for seg in node.segs:
                 inner = resolve([seg])
-                out.extend((at + a, at + b) for a, b in self._ranges(inner, rank))
+                for part, ranges in zip(parts, self._pieces(inner), strict=True):
+                    part.extend((at + a, at + b) for a, b in ranges)
                 at += size(inner)
-            return merge_ranges(out)
+            return tuple(map(merge_ranges, parts))
         if node in self.inner:
             raise CutError("repetitions of KV heads lie apart from their KV heads")
-        return (self.alone[node][rank],) if node in self.alone else ((0, node.size),)
+        return tuple((own,) for own in self.alone[node]) if node in self.alone else (((0, node.size),),) * self.ranks

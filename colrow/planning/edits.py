@@ -83,14 +83,15 @@ class Uses:
             return None
 
     def _agrees(self, use: IntUse, cuts: Cuts, found: dict[Attribute, tuple[int, ...]]) -> bool:
-        return all(self._given(use, cuts, found, r) == self._needed(use, cuts, r) for r in range(cuts.ranks))
+        return all(self._given(use, cuts, found, r) == self._needed(use, cuts, r) for r in set(cuts.like))
 
     def _solve(self, use: IntUse, cuts: Cuts, found: dict[Attribute, tuple[int, ...]]) -> dict[Attribute, tuple[int, ...]] | None:
         """Change one attribute of the expression, on every rank to what the use needs, so that all its uses agree."""
         for attribute in dict.fromkeys(attributes(use.expr)):
             if attribute in found:
                 continue
-            values = tuple(self._value(attribute, use, cuts, found, rank) for rank in range(cuts.ranks))
+            value = {rank: self._value(attribute, use, cuts, found, rank) for rank in set(cuts.like)}
+            values = tuple(value[rank] for rank in cuts.like)
             trial = found | {attribute: values}
             if all(self._agrees(u, cuts, trial) for u in (use, *self._alone(attribute))):
                 return {attribute: values}

@@ -123,7 +123,7 @@ def _numbered(trace: Trace, number: int) -> str:
 def cache_bytes(plan: Plan, kept: Sequence[Heads], context: int, dtype_bytes: int = 2, source: int = 0) -> list[int]:
     """Bytes of keys and values of one sequence of `context` tokens (and of `source` tokens of an encoder, as many if 0), for each rank."""
     sizes = [((h.key + h.value) * h.tokens(source or context if h.source else context), h) for h in kept]
-    return [sum(size * h.local(plan, rank) for size, h in sizes) * dtype_bytes for rank in range(plan.ranks)]
+    return plan.each(lambda rank: sum(size * h.local(plan, rank) for size, h in sizes) * dtype_bytes)
 
 
 def cache_bytes_per_token(plan: Plan, kept: Sequence[Heads], dtype_bytes: int = 2) -> list[int]:

@@ -49,7 +49,7 @@ def serving(plan: Plan, kept: tuple[Heads, ...], batch: int, context: int, dtype
     rows = batch * min(step or context, 2048)
     cache = cache_bytes(plan, kept, context, dtype_bytes)
     parameters = cost.parameter_bytes(plan, dtype_bytes)
-    width = [_width(plan, rank) for rank in range(plan.ranks)]
+    width = plan.each(lambda rank: _width(plan, rank))
     moved = max((p.logical_bytes for p in cost.predict(plan, 1, rows, "prefill", dtype_bytes, whole_logits=False)), default=0)
     return [
         Memory(parameters[r], cache[r] * batch, rows * width[r] * dtype_bytes, buffers=2 * moved if plan.ranks > 1 else 0)

@@ -14,14 +14,17 @@ groups, and it is written to and read from JSON without loss. `Plan.check` refus
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..errors import UserError
-from ..partition import Partition
+from ..partition import Partition, lowest_alike
 from .lengths import Length
+
+T = TypeVar("T")
 
 Role = Literal["column", "row", "vocab", "split", "entry", "whole"]
 """column: cut along output features. row: cut along input features, its output is a partial sum. vocab: an embedding cut along its rows.
@@ -182,6 +185,18 @@ class Plan:
                 return entry
         near = [n for n in self.tensors if name.split(".")[-2:] == n.split(".")[-2:]][:3]
         raise UserError("the model has no parameter of this name", name, ", ".join(near) or "colrow plan MODEL lists them")
+
+    @functools.cached_property
+    def like(self) -> tuple[int, ...]:
+        """For each rank the lowest one that holds as much of every parameter and has as many heads as it has."""
+        cuts = {t.partition for t in self.tensors.values()} | {cut for a in self.attention for cut in (a.query, a.kv)}
+        sizes = [[cut.local_size(rank) for rank in range(self.ranks)] for cut in cuts if not cut.is_whole]
+        return lowest_alike(zip(*sizes, strict=True)) if sizes else (0,) * self.ranks
+
+    def each(self, of: Callable[[int], T]) -> list[T]:
+        """`of` each rank, something that depends on how much it holds: asked once of ranks that hold as much."""
+        found = {rank: of(rank) for rank in set(self.like)}
+        return [found[rank] for rank in self.like]
 
     def names(self) -> Iterator[tuple[str, TensorPlan]]:
         """Every name, aliases included, with its entry."""

@@ -17,7 +17,7 @@ def alternatives(plan: Plan, name: str, tokens: int, dtype_bytes: int = 2) -> li
     cut, other = entry.shape[dim], entry.shape[1 - dim]
     size = tokens * dtype_bytes
     out = [_other_axis(plan, entry, cut, other, size, tokens)]
-    held = max(prod(entry.partition.local_shape(entry.shape, rank)) for rank in range(plan.ranks)) * dtype_bytes
+    held = max(prod(entry.partition.local_shape(entry.shape, rank)) for rank in set(plan.like)) * dtype_bytes
     whole = prod(entry.shape) * dtype_bytes
     out.append(f"kept whole: nothing is moved for it, but every rank holds and reads {whole:,} bytes instead of {held:,}")
     return out

@@ -35,14 +35,15 @@ class Work:
 
 def works(plan: Plan, model: Model, batch: int, context: int, dtype_bytes: int) -> list[Work]:
     """Of every rank, as the plan says it. Behind `context` tokens."""
-    out = []
-    for rank in range(plan.ranks):
+
+    def work(rank: int) -> Work:
         elements, operations = weights(plan.tensors.values(), model, rank, batch, batch)
         numbers = looked_at(plan, model, rank, context + 1, latents=True)
         head = [t for t in plan.tensors.values() if t.name in model.head]
         scores = head[0].partition.local_shape(head[0].shape, rank)[0] if head else 0
-        out.append(Work(elements * dtype_bytes, operations / batch, numbers, model.instructions, scores))
-    return out
+        return Work(elements * dtype_bytes, operations / batch, numbers, model.instructions, scores)
+
+    return plan.each(work)
 
 
 def time(found: Sequence[Work], sums: Sequence[cost.Predicted], machine: Machine, batch: int = 1) -> Time:

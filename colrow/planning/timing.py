@@ -154,7 +154,7 @@ def _time(plan: Plan, model: Model, machine: Machine, now: _Pass, dtype_bytes: i
     read_rate, flops_rate = device.read * device.efficiency[0] / sharing, device.flops * device.efficiency[1] / sharing
     cache = kept.cache_bytes(plan, model.heads, int(now.context), dtype_bytes) if now.cached else [0] * plan.ranks
     reading = computing = 0.0
-    for rank in range(plan.ranks):
+    for rank in set(plan.like):
         size, products = weights(plan.tensors.values(), model, rank, now.tokens, now.heads)
         attention = 2 * now.tokens * looked_at(plan, model, rank, now.context)
         reading = max(reading, (size * dtype_bytes + cache[rank] * now.cached) / read_rate)

@@ -37,7 +37,7 @@ def moved(
     n = ranks
     if n == 1 or total == 0:
         return 0
-    sizes = list(parts) or [(b - a) * unit for a, b in balance(total // unit, n)]
+    sizes = parts or equal_parts(total, n, unit)
     own, after = sizes[rank], sizes[(rank + 1) % n]
     match op:
         case "all_reduce":
@@ -54,6 +54,11 @@ def moved(
             direct = {"threads": total, "shm": total, "gloo": to_all or total, "one-shot": to_all}
             return direct.get(algorithm, sends)
     raise ValueError(f"no such collective: {op}")
+
+
+def equal_parts(total: int, ranks: int, unit: int = 1) -> tuple[int, ...]:
+    """Bytes of each rank's part where parts are as equal as can be."""
+    return tuple((b - a) * unit for a, b in balance(total // unit, ranks))
 
 
 def _all_reduce(algorithm: Algorithm, total: int, rank: int, n: int, own: int, after: int, unit: int, limit: int) -> int:

@@ -91,7 +91,7 @@ class _Words:
         partition = self.choice.cuts.partition(self.graph.axes.dims[at])
         role = self.role(name, at)
         if role == "row":
-            partition = self.choice.cuts.counted().partition(self.graph.axes.dims[at])
+            partition = self.choice.cuts.counted.partition(self.graph.axes.dims[at])
         return TensorPlan(name, shape, partition, role, self.why_cut(role, found), aliases=aliases, path=self.path(found))
 
     def role(self, name: str, at: int) -> Role:
@@ -246,7 +246,7 @@ class _Words:
         (at,) = (d for d, dim in enumerate(dims) if cuts.touches(dim))
         nodes = resolve(dims[at])
         first = next(i for i, node in enumerate(nodes) if cuts.touches([node]))
-        return Partition(at - len(dims), tuple(cuts.ranges(nodes[first:], rank) for rank in range(self.ranks)))
+        return cuts.of_dim(at - len(dims), nodes[first:])
 
     def _position(self, border: Border) -> tuple[int, int]:
         call = self.trace.calls[border.call]
@@ -293,7 +293,7 @@ class _Words:
             if call.module in seen or not self.choice.cuts.touches(q):
                 continue
             seen.add(call.module)
-            query, kv = (Partition(0, tuple(self.choice.cuts.ranges(d, r) for r in range(self.ranks))) for d in (q, k))
+            query, kv = (self.choice.cuts.of_dim(0, d) for d in (q, k))
             head_dim = self.trace.values[call.q].shape[3]
             found = next(self.accepted[leaf] for leaf in resolve(q) if leaf in self.accepted)
             counts = ", ".join(str(query.local_size(r)) for r in range(self.ranks))

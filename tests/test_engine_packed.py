@@ -16,7 +16,7 @@ import transformers
 
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
-from colrow.engine import packed
+from colrow.engine import batch, packed
 from colrow.engine.batch import Batch
 from colrow.engine.forward import Forward
 from colrow.engine.prefixes import last_cut
@@ -113,6 +113,7 @@ def test_a_pass_has_rows_enough_and_the_head_sees_one(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Forward, "rows", seen)
     monkeypatch.setattr(packed, "packable", lambda *args: True)
+    monkeypatch.setattr(batch, "rides", lambda *args: False)  # which makes passes of its own
     scored: list[int] = []
     whole.lm_head = _Watched(whole.lm_head, scored)
     serve(single(), whole, at_once(others((1, 15, 38))), chunk=20)
@@ -206,7 +207,7 @@ def test_the_head_is_itself_again_whatever_happens() -> None:
         return torch.nn.Linear.forward(head, x)
 
     def failing() -> None:
-        with packed._row_by_row(head), packed._row_by_row(head):
+        with packed._row_by_row(head, True), packed._row_by_row(head, True):
             assert head(torch.ones(1, 5, 4)).shape == (1, 5, 3)
             raise ZeroDivisionError
 

@@ -41,6 +41,7 @@ class _Sites(dict[tuple[str, str], int]):
 
     def __init__(self, library: ctypes.CDLL, handle: int) -> None:
         self._library, self._handle = library, handle
+        self.forgotten = 0  # times
 
     def __missing__(self, key: tuple[str, str]) -> int:
         self.make_room(1)
@@ -51,6 +52,7 @@ class _Sites(dict[tuple[str, str], int]):
     def make_room(self, count: int) -> None:
         if len(self) + count > _SITES:
             self.clear()
+            self.forgotten += 1
             self._library.cr_forget_sites(self._handle)
 
 
@@ -127,6 +129,11 @@ class ShmContext:
         """The numbers of call sites (name, detail) for C; they may change when this transport is used for another."""
         self._sites.make_room(len(keys))
         return [self._sites[key] for key in keys]
+
+    @property
+    def forgotten(self) -> int:
+        """How often all call sites have been forgotten: as long as it stays, so do their numbers."""
+        return self._sites.forgotten
 
     def give_up(self, why: str) -> None:
         """Tells the others that this rank does not come back, so that they do not wait for it."""

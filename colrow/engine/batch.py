@@ -7,7 +7,8 @@
 Each sequence has its own cache, and its arithmetic, and with it its greedy tokens, are bit-equal alone and in any company. Prompts go
 through the model's modules, those of a step in one pass where that changes no bit (packed.py), elsewhere each by itself, in pieces that do
 not depend on the others; beginnings that were computed before are not computed again (prefixes.py, blocks.py). New tokens of all sequences
-go through the engine's program together, which reads weights once a step and computes each row as it would alone. For models without a
+go through the engine's program together, which reads weights once a step and computes each row as it would alone; beside packed prompts
+that step takes the weights as they come by (riding.py). For models without a
 program (decoder.py says why) they go through the modules, each sequence by itself, so that weights are read once
 for each; `fast` makes it once a step (together.py).
 
@@ -16,7 +17,7 @@ Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,9 +33,11 @@ from .continuing import begins_anew
 from .engine import Engine, RowText
 from .forward import Forward, vocabulary
 from .mixed import NOT_FINITE, Mixed, Row, logprobs
+from .program import ROWS
 from .request import Output, Request, Run, Step, TokenLogprob
+from .riding import BESIDE, Riding, rides
 from .scheduler import Chosen, Scheduler
-from .slots import as_cache, as_slot
+from .slots import Slot, as_cache, as_slot
 from .together import Held, Together
 from .translate import Translate, taken_apart
 
@@ -56,12 +59,14 @@ class Batch:
         anew = begins_anew(self._forward, engine.context) if whole else None
         packs = not whole and packed.packable(self._forward, engine.group, engine.context)
         self._packed = packed.Packed(self._forward) if packs else None
+        self._rides = packs and rides(self._program, self._forward, engine.group)
         self._together = Together(self._forward) if fast and self._program is None and not whole else None
         self.number, self.decoded, self._closed = 0, 0, False  # steps; new tokens after a request's first; whether this is the end
 
         def text(request: Request) -> RowText:
             return RowText(engine.tokenizer, request.stop, frozenset() if request.ignore_eos else engine.eos)
 
+        options = {"beside": BESIDE, **options} if self._rides else options
         on_rank_0 = self.group.rank == 0
         self.scheduler = (
             Scheduler(cache_tokens, engine.eos, engine.context, text, whole=whole, packs=packs, anew=anew, **options) if on_rank_0 else None
@@ -115,7 +120,7 @@ class Batch:
         """Rank 0's choices, one for each run."""
         rows: list[Row] = []
         prompts: list[tuple[TokenLogprob, ...] | None] = []  # of each run
-        ready = self._decode_together(runs) | self._read_together(runs)
+        ready = self._at_once(runs)
         for run in runs:
             held = self._held[run.id]
             self.decoded += run.new > 0
@@ -144,16 +149,30 @@ class Batch:
             out.append(Chosen(choice.token, choice.logprob, prompt or (), error))
         return out
 
-    def _decode_together(self, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
-        """The scores of the sequences that are decoded as rows of a batch; none where neither a program nor `fast` makes one."""
+    def _at_once(self, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
+        """The last scores of the sequences that do not go through the modules by themselves."""
         tokens = {run.id: run.tokens[0] for run in runs if run.new and run.at}
+        prompts = any(not run.new and not run.every for run in runs)
+        if self._program is None or not (self._rides and prompts and 0 < len(tokens) <= ROWS):
+            return self._decode_together(tokens) | self._read_together(runs)
+        with Riding(self._program, list(tokens.values()), self._slots(tokens), self.group) as step:
+            read = self._read_together(runs)
+        self.group.counters.phase = "decode"
+        return read | dict(zip(tokens, step.scores(), strict=True))
+
+    def _decode_together(self, tokens: dict[int, int]) -> dict[int, torch.Tensor]:
+        """The scores of the sequences that are decoded as rows of a batch; none where neither a program nor `fast` makes one."""
         self.group.counters.phase = "decode"
         if self._program is not None and tokens:
-            slots = [as_slot(self._held[id].past) for id in tokens]
-            for id, slot in zip(tokens, slots, strict=True):
-                self._held[id].past = slot
-            return dict(zip(tokens, self._program.run(list(tokens.values()), slots), strict=True))
+            return dict(zip(tokens, self._program.run(list(tokens.values()), self._slots(tokens)), strict=True))
         return self._together.decode(tokens, self._held) if self._together is not None else {}
+
+    def _slots(self, ids: Iterable[int]) -> list[Slot]:
+        """Where the program is to find these sequences."""
+        found = [self._held[id] for id in ids]
+        for held in found:
+            held.past = as_slot(held.past)
+        return [held.past for held in found]
 
     def _read_together(self, runs: Sequence[Run]) -> dict[int, torch.Tensor]:
         """The last scores of the prompts that go through the model in one pass; of those that are not at their end nothing that counts."""

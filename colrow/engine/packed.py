@@ -75,16 +75,17 @@ class Packed:
         positions = torch.cat([torch.arange(at, at + new, device=device) for at, (_, new) in zip(starts, spans, strict=True)])[None]
         ends = torch.tensor([new for _, new in spans], device=device).cumsum(0) - 1
         scored = [at for at, piece in enumerate(filled) if piece.scored]
-        with several([(new, before + new) for before, new in spans]), _row_by_row(self._head):
-            rows = iter(self._forward.rows(ids, positions, _Beside(filled), ends[scored or [0]])[0])
+        with several([(new, before + new) for before, new in spans]), _row_by_row(self._head, bool(scored)):
+            rows = iter(self._forward.rows(ids, positions, _Beside(filled), ends[scored or [-1]])[0])
         return [next(rows) if piece.scored else None for piece in pieces]
 
 
 @contextmanager
-def _row_by_row(head: Any) -> Iterator[None]:
-    """Within, a row's scores are those of the row alone."""
+def _row_by_row(head: Any, wanted: bool) -> Iterator[None]:
+    """Within, a row's scores are those of the row alone; nothing where none are wanted."""
     own, before = head.forward, vars(head).get("forward")
-    head.forward = lambda x: torch.cat([own(row) for row in x.split(1, 1)], 1)
+    columns = None if wanted else getattr(head, "out_features", None)
+    head.forward = lambda x: torch.cat([own(row) for row in x.split(1, 1)], 1) if columns is None else x.new_zeros(*x.shape[:-1], columns)
     try:
         yield
     finally:

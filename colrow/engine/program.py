@@ -11,6 +11,7 @@ sum and Python makes it. A program is used only after it has been compared with 
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -55,8 +56,9 @@ class Program:
         self._rows = (c.Row * ROWS)()
         self._widths = [entry.x.numel() for entry, _ in self._sums]
         self._keys: dict[int, list[tuple[str, str]]] = {}  # of call sites, by rows
-        self._numbers: list[int] = []  # of call sites, as C has them
+        self._numbered = (0, 0)  # for how many rows C has the numbers of call sites, and when
         self._spent: Any = None
+        self._at, self._resumed = ctypes.c_int64(0), 0
 
     def _all(self, op: Op, kind: Any) -> list[tuple[Any, Any]]:
         """Of the steps of one kind what was recorded, and what C has of it."""
@@ -90,6 +92,29 @@ class Program:
 
     @torch.inference_mode()
     def _run(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
+        self.begin(tokens, slots)
+        self.go_on(len(tokens))
+        return self.end(slots)
+
+    @functools.cached_property
+    def products(self) -> dict[int, list[int]]:
+        """By the instruction's number the addresses of the weights of each product."""
+        found = self._all(Op.PRODUCT, c.Weights)
+        numbers = (at for at, step in enumerate(self.compiled.steps) if step.op is Op.PRODUCT)
+        return {at: [weights.blocks[i].weight for i in range(weights.count)] for at, (_, weights) in zip(numbers, found, strict=True)}
+
+    def ride(self, rides: bool) -> int:
+        """From now on the caller makes the products, or no longer. The address of what is to be done where a run stops."""
+        return int(self._library.kp_ride(self._handle, rides))
+
+    def make(self, place: int) -> None:
+        """The product at this place of the instruction where the run has stopped."""
+        self._library.kp_make(self._handle, place)
+
+    # ---- A step of at most ROWS rows, in parts ----
+
+    def begin(self, tokens: Sequence[int], slots: Sequence[Slot]) -> None:
+        """What C is to know of the rows."""
         while len(self._arenas) < len(tokens):
             self._arenas.append(torch.zeros(self._arena.size))
         for row, (token, slot) in enumerate(zip(tokens, slots, strict=True)):
@@ -98,44 +123,48 @@ class Program:
             own = (slot.length, slot.capacity, ctypes.addressof(slot.keys), ctypes.addressof(slot.values))
             source = (slot.sources, ctypes.addressof(slot.source_keys), ctypes.addressof(slot.source_values))
             self._rows[row] = c.Row(self._arenas[row].data_ptr(), *own, *source)
-        in_c = self._sites(len(tokens))
+        self._at, self._resumed = ctypes.c_int64(0), 0
+
+    def go_on(self, rows: int) -> int | None:
+        """Runs to the end: None. Where the caller makes the products (`ride`), to the next one, whose instruction's number comes back.
+        C stops now and then while it waits for the other ranks, so that signals are handled here."""
+        self._sites(rows)
         try:
-            self._to_the_end(len(tokens))
+            while status := self._library.kp_run(self._handle, self._rows, rows, ctypes.byref(self._at), self._resumed):
+                self._resumed = 1
+                if status == c.PRODUCT_DUE:
+                    return self._at.value
+                if status == c.SUM_DUE:
+                    self._sum(self._at.value, rows)
+                elif status == c.FAILED:
+                    raise self._shm.failure() if self._shm is not None else MemoryError("no memory for a step of a program")
         except BaseException as error:  # Ctrl-C: the others must not wait for a rank that does not come back
             if self._shm is not None and not isinstance(error, RankError):
                 self._shm.give_up(type(error).__name__)
             raise
+        return None
+
+    def end(self, slots: Sequence[Slot]) -> torch.Tensor:
+        """The scores. Slots are one position longer."""
         for slot in slots:
             slot.length += 1
-        if in_c:
-            self._book(len(tokens))
-        return torch.stack([self._arena.view(self._arenas[row], self.compiled.logits)[0] for row in range(len(tokens))])
-
-    def _to_the_end(self, rows: int) -> None:
-        """Runs all instructions. C comes back now and then while it waits for the other ranks, so that signals are handled here."""
-        at, status, resumed = ctypes.c_int64(0), c.AGAIN, 0
-        while status:
-            status = self._library.kp_run(self._handle, self._rows, rows, ctypes.byref(at), resumed)
-            resumed = 1
-            if status == c.SUM_DUE:
-                self._sum(at.value, rows)
-            elif status == c.FAILED:
-                raise self._shm.failure() if self._shm is not None else MemoryError("no memory for a step of a program")
+        if self._shm is not None and self._sums:
+            self._book(len(slots))
+        return torch.stack([self._arena.view(self._arenas[row], self.compiled.logits)[0] for row in range(len(slots))])
 
     # ---- Sums over ranks ----
 
-    def _sites(self, rows: int) -> bool:
-        """The numbers of the call sites in C, which a transport may have forgotten since. Whether there are any sums in C."""
+    def _sites(self, rows: int) -> None:
+        """The numbers of the call sites in C, which a transport may have forgotten since."""
         if self._shm is None:
-            return False
+            return
+        if (rows, self._shm.forgotten) == self._numbered:
+            return
         if rows not in self._keys:
             self._keys[rows] = [(e.name, f"sum of {rows}x{width}") for (e, _), width in zip(self._sums, self._widths, strict=True)]
-        numbers = self._shm.sites(self._keys[rows])
-        if numbers != self._numbers:
-            self._numbers = numbers
-            for (_, place), number in zip(self._sums, numbers, strict=True):
-                place.site = number
-        return bool(self._sums)
+        for (_, place), number in zip(self._sums, self._shm.sites(self._keys[rows]), strict=True):
+            place.site = number
+        self._numbered = rows, self._shm.forgotten
 
     def _sum(self, at: int, rows: int) -> None:
         """Makes the sum at instruction `at`, of which C has written this rank's part."""

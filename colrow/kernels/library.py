@@ -14,7 +14,7 @@ from .. import native
 
 DIMS = 4
 GROUP = 64  # int8 weights that share a scale
-AGAIN, FAILED, SUM_DUE = -1, -2, -3
+AGAIN, FAILED, SUM_DUE, PRODUCT_DUE = -1, -2, -3, -4
 
 
 class Op(enum.IntEnum):
@@ -163,11 +163,13 @@ def library() -> ctypes.CDLL:
     found.kp_run.argtypes = [c_void_p, ctypes.POINTER(Row), c_int, ctypes.POINTER(c_int64), c_int]
     found.kp_run.restype = c_int64
     found.kp_open.argtypes = [ctypes.POINTER(Instruction), c_int64, c_int, c_int, c_void_p, c_void_p, c_void_p]
-    found.kp_open.restype = found.kp_payload.restype = c_void_p
+    found.kp_ride.argtypes = [c_void_p, c_int]
+    found.kp_open.restype = found.kp_payload.restype = found.kp_ride.restype = c_void_p
     found.kp_close.argtypes = found.kp_payload.argtypes = [c_void_p]
     found.kp_rows.argtypes = [ctypes.POINTER(Block), c_int64, c_int, c_void_p, c_int64, c_int64]
+    found.kp_make.argtypes = [c_void_p, c_int64]
     found.kp_spend.argtypes = [c_void_p, ctypes.POINTER(c_double)]
-    found.kp_close.restype = found.kp_rows.restype = found.kp_spend.restype = None
+    found.kp_close.restype = found.kp_rows.restype = found.kp_make.restype = found.kp_spend.restype = None
     return found
 
 

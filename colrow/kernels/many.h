@@ -4,10 +4,13 @@
  * memory, a pair for all of them. A tile's sums stay in registers over DEPTH numbers of a row. A block of weights stays in the second cache
  * while all columns go over it, and the next block is fetched meanwhile. int8 weights become a block of bfloat16 just before they are
  * multiplied by. Each result is one sum in one order, from the row's beginning to its end, whatever else is computed with it.
+ *
+ * A decoding step may ride along: each block of weights is then multiplied by the step's columns too, as it is in the cache.
  */
 #ifndef COLROW_MANY_H
 #define COLROW_MANY_H
 
+#include "multiply.h"
 #include "rows.h"
 
 /* A pair of a tile's rows of weights meets WIDE tokens in registers; rows of a block, a multiple of TILE_ROWS and of PANEL_ROWS; numbers of a row
@@ -20,6 +23,8 @@ typedef struct {
     int64_t n, count, x_stride;
     const uint16_t *x, *bias;
     uint16_t *out;
+    const Task *ride; /* a step's products, of which `job` has the same weights; or NULL */
+    int64_t job;
 } Many;
 
 #if CLONES && HIGHEST >= 5
@@ -220,6 +225,7 @@ static int many(const Many *m, int64_t part, int64_t parts) {
                 w = next = made;
             }
             many_block(m, w, next, first, used, columns, token, count, sums);
+            if (m->ride && token == 0) multiply_rows(m->ride, m->job, first, first + used);
         }
     }
     free(sums);

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import c_int64, c_void_p
+from typing import Protocol
 
 import torch
 
@@ -24,8 +28,36 @@ class Many(ctypes.Structure):
     _fields_ = (
         ("block", c.Block),
         *((name, c_int64) for name in ("n", "count", "x_stride")),
-        *((name, c_void_p) for name in ("x", "bias", "out")),
+        *((name, c_void_p) for name in ("x", "bias", "out", "ride")),
+        ("job", c_int64),
     )
+
+
+class Rider(Protocol):
+    """Something else that is to be multiplied by the same weights as prompts are: a decoding step (engine/riding.py)."""
+
+    def job(self, weight: int) -> tuple[int, int] | None:
+        """Its products (a Task of multiply.h) and which of them is the one with this weight, if one is due."""
+
+    def made(self) -> None:
+        """The product that `job` gave has been made."""
+
+
+class _Now(threading.local):
+    rider: Rider | None = None
+
+
+_now = _Now()
+
+
+@contextmanager
+def riding(rider: Rider) -> Iterator[None]:
+    """Within, weights that this thread multiplies a prompt by are multiplied by what the rider has for them too."""
+    before, _now.rider = _now.rider, rider
+    try:
+        yield
+    finally:
+        _now.rider = before
 
 
 @functools.cache
@@ -62,8 +94,12 @@ def product(
     out = x.new_empty(*x.shape[:-1], rows)
     block = c.Block(weight.data_ptr(), None if scales is None else scales.data_ptr(), rows, 0)
     places = (given.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
-    asked = Many(block, n, len(given), given.stride(0), *places)
+    rider = _now.rider
+    due = None if rider is None else rider.job(weight.data_ptr())
+    asked = Many(block, n, len(given), given.stride(0), *places, *(due or ()))
     asked.tensors = given, weight, scales, bias, out  # of threads that go on where Ctrl-C ends this call
     if any(in_parts(found.kp_many, asked)):
         raise MemoryError("no memory for the products of a prompt")
+    if rider is not None and due is not None:
+        rider.made()
     return out

@@ -36,6 +36,12 @@ typedef struct {
     Product *product;
 } Task;
 
+/* One job of a task for rows `first` to `last`, a panel's multiple from the beginning. */
+INLINE void multiply_rows(const Task *task, int64_t job, int64_t first, int64_t last) {
+    const Job *one = &task->jobs[job];
+    task->product(&one->block, first, last, task->n, one->columns, task->width, one->count, one->y);
+}
+
 /* Memory that is kept from product to product. */
 typedef struct {
     void *at;
@@ -96,16 +102,23 @@ SIMD static void pack(void *to, const Form *form, const float *from) {
     memset((char *)to + form->n * form->unit, 0, (size_t)((form->width - form->n) * form->unit));
 }
 
-/* Both return 1 where there is no memory. */
+/* All return 1 where there is no memory. */
 
-static int multiply_all(Room *rooms, Pool *pool, const Weights *weights, const Operand *x, float *const *arenas, int count) {
+/* What is to be done, which points to memory of `rooms`. */
+static int products(Room *rooms, const Weights *weights, const Operand *x, float *const *arenas, int count, Task *task) {
     const Form made = form(weights->dtype, weights->width);
     void *columns = columns_room(rooms, &made, count);
     Job *jobs = room(&rooms[JOB_ROOM], weights->count * (int64_t)sizeof(Job));
     if (!columns || !jobs) return 1;
     for (int r = 0; r < count; r++) pack(column(columns, &made, r), &made, place(x, arenas[r]));
     for (int64_t i = 0; i < weights->count; i++) jobs[i] = (Job){weights->blocks[i], columns, count, arenas};
-    Task task = {jobs, weights->count, made.n, made.width, made.product};
+    *task = (Task){jobs, weights->count, made.n, made.width, made.product};
+    return 0;
+}
+
+static int multiply_all(Room *rooms, Pool *pool, const Weights *weights, const Operand *x, float *const *arenas, int count) {
+    Task task;
+    if (products(rooms, weights, x, arenas, count, &task)) return 1;
     share_out(pool, multiply, &task);
     return 0;
 }

@@ -15,7 +15,7 @@
 #endif
 #define API __attribute__((visibility("default")))
 
-enum { AGAIN = -1, FAILED = -2, SUM_DUE = -3 }; /* why a run stopped; the first two are comm/shm.h's */
+enum { AGAIN = -1, FAILED = -2, SUM_DUE = -3, PRODUCT_DUE = -4 }; /* why a run stopped; the first two are comm/shm.h's */
 enum { ROWS_MAX = 64 };
 
 typedef struct {
@@ -43,6 +43,9 @@ typedef struct {
     char *payload, *sent; /* sums; where they were sent from */
     int64_t room;
     double *spent; /* seconds of each instruction, added up; NULL: not wanted */
+    int rides;     /* whether the caller makes the products: `task` is the one at which the run stopped */
+    Task task;
+    float *arenas[ROWS_MAX];
     Room rooms[ROOMS];
 } Program;
 
@@ -104,13 +107,14 @@ static void one_row(const Instruction *now, const Row *row) {
 
 /* From instruction `*at` on for `count` rows. 0 when all are done, else why it stopped at `*at`: call again with `resumed` 1. */
 API int64_t kp_run(Program *p, const Row *rows, int count, int64_t *at, int resumed) {
-    float *arenas[ROWS_MAX];
+    float **const arenas = p->arenas;
     for (int r = 0; r < count; r++) arenas[r] = rows[r].arena;
     for (; *at < p->count; ++*at, resumed = 0) {
         const Instruction *now = &p->code[*at];
         const double begun = p->spent ? seconds() : 0;
         int64_t status = 0;
-        if (now->op == PRODUCT) status = multiply_all(p->rooms, p->pool, now->more, &now->a, arenas, count) ? FAILED : 0;
+        if (now->op == PRODUCT && p->rides) status = resumed ? 0 : products(p->rooms, now->more, &now->a, arenas, count, &p->task) ? FAILED : PRODUCT_DUE;
+        else if (now->op == PRODUCT) status = multiply_all(p->rooms, p->pool, now->more, &now->a, arenas, count) ? FAILED : 0;
         else if (now->op == EXPERTS)
             status = multiply_chosen(p->rooms, p->pool, now->more, &now->a, &now->b, &now->out, arenas, count) ? FAILED : 0;
         else if (now->op == REDUCE) status = reduce(p, now, rows, count, resumed);
@@ -135,6 +139,15 @@ API void kp_norm(const Norm *norm, int64_t part, int64_t parts) { norms(norm, pa
 
 API const char *kp_digest(void) { return COLROW_DIGEST; }
 API char *kp_payload(const Program *p) { return p->payload; }
+API const Task *kp_ride(Program *p, int rides) {
+    p->rides = rides;
+    return &p->task;
+}
+API void kp_make(Program *p, int64_t job) {
+    Task task = p->task;
+    task.jobs += job, task.count = 1;
+    share_out(p->pool, multiply, &task);
+}
 API void kp_spend(Program *p, double *spent) { p->spent = spent; }
 
 /* `code` stays the caller's, and stays where it is. NULL without memory. */

@@ -5,8 +5,8 @@
     scores = step.scores()              # what program.run(tokens, slots) gives, bit for bit
 
 A pass of few tokens takes little longer than reading the weights, and a step of the sequences that decode would read them again. So the
-step's program is run up to a product and left there until the pass multiplies by the same weights: kernels/many.h then multiplies each
-block of them by the step's columns too, while it is in the processor's cache. Each side computes what it computes by itself, in the same order.
+step's program is run up to a product and left there until the pass multiplies by the same weights: kernels/many.h then multiplies a block
+of them by the step's columns too, while it is in the processor's cache. Each side computes what it computes by itself, in the same order.
 What no prompt is multiplied by (the head, mostly) the step does when the pass is over.
 
 Ranks must stop at the same places, since sums over ranks come between: `rides` looks, on all of them. Not here: models whose passes take

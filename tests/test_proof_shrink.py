@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import Gemma2Config, GPT2Config, Llama4TextConfig, LlamaConfig, Qwen2Config
 
 import colrow.proof
 from colrow.errors import UserError
 from colrow.planning.derive import derive
 from colrow.proof import probe, whole
+from colrow.proof.gate import gate
 from colrow.proof.integers import Integers, candidates
 from colrow.proof.probe import shapes
 from colrow.proof.shrink import SMALL_ENOUGH, shrink
@@ -53,6 +54,27 @@ def test_one_layer_of_each_kind_is_kept():
     config = Gemma2Config(num_hidden_layers=26, layer_types=["full_attention"] * 13 + ["sliding_attention"] * 13)
     small = shrink(config, 2)
     assert small.config.layer_types == ["full_attention", "sliding_attention"]
+
+
+LLAMA4 = {"vocab_size": 1000, "hidden_size": 128, "intermediate_size": 192, "intermediate_size_mlp": 256, "num_attention_heads": 8}
+LLAMA4 |= {"num_key_value_heads": 4, "head_dim": 16, "num_local_experts": 4, "max_position_embeddings": 256, "attention_chunk_size": 32}
+LLAMA4 |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(("step", "layers"), [(1, 2), (2, 4)])
+def test_a_config_that_lists_the_numbers_of_its_layers_gets_a_copy_with_each_kind(step, layers):
+    """Llama 4: experts in all layers or in every second one, by number, and one layer of four without positions. Of step 2 the first layers
+    of each kind are 0, 1 and 3; kept alone, the last would be number 2, which has no experts."""
+    config = Llama4TextConfig(**LLAMA4, num_hidden_layers=8, interleave_moe_layer_step=step)
+    small = shrink(config, 2)
+    assert small.config.num_hidden_layers == layers
+    assert structure(small.plan) == structure(derive(config, 2))
+    assert shapes(small.config).kinds == shapes(config).kinds
+
+
+def test_the_gate_passes_llama_4():
+    config = Llama4TextConfig(**LLAMA4, num_hidden_layers=8, interleave_moe_layer_step=2)
+    assert gate(config, derive(config, 2), cache=False).largest < 1e-10
 
 
 def test_a_small_config_is_its_own_copy():

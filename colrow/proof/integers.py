@@ -53,7 +53,9 @@ class Integers:
         kept = list(layers)
         out = self.with_values(state, {path: len(kept)})
         for at, value in list(_walk(out)):
-            if isinstance(value, list) and len(value) == depth:
+            if value == list(range(depth)):  # not something of each layer, but the numbers of them all
+                _at(out, at[:-1])[at[-1]] = list(range(len(kept)))
+            elif isinstance(value, list) and len(value) == depth:
                 _at(out, at[:-1])[at[-1]] = [value[i] for i in kept]
             elif _by_layer(value):
                 own = {int(k): v for k, v in value.items()}
@@ -62,7 +64,7 @@ class Integers:
 
     def per_layer(self, state: State, depth: int) -> list[tuple[str, ...]]:
         """For each of `depth` layers, what lists of that length in the config say about it."""
-        lists = [value for _, value in _walk(state) if isinstance(value, list) and len(value) == depth]
+        lists = [value for _, value in _walk(state) if isinstance(value, list) and len(value) == depth and value != list(range(depth))]
         own = ({int(k): v for k, v in value.items()} for _, value in _walk(state) if _by_layer(value))
         lists += [[entries.get(i) for i in range(depth)] for entries in own]
         return [tuple(repr(entries[i]) for entries in lists) for i in range(depth)]

@@ -58,13 +58,16 @@ def shrink(config: PreTrainedConfig, ranks: int, weights: Sequence[float] | None
         return Small(config, plan, ())
     wanted = structure(plan)
     integers = Integers(config)
-    few = _fewer_layers(integers, plan, full)
     floors: list[Floor] = [*(functools.partial(_constant, floor) for floor in FLOORS), _share]
-    for floor in floors:
-        small, changes = _search(integers, few, plan, floor)
-        derived = derive(small, ranks, weights)
-        if structure(derived) == wanted:
-            return Small(small, derived, changes)
+    for numbered in (False, True):
+        few = _fewer_layers(integers, plan, full, numbered)
+        for floor in floors:
+            small, changes = _search(integers, few, plan, floor)
+            derived = derive(small, ranks, weights)
+            if structure(derived) == wanted:
+                return Small(small, derived, changes)
+        if structure(derive(integers.config(few), ranks, weights)) == wanted:
+            break  # it was not for the layers
     raise UserError(
         "found no small copy of this config whose plan has the structure of the full one",
         config.model_type,
@@ -145,12 +148,13 @@ def _in_proportion(integers: Integers, state: dict[str, Any], path: Path, sizes:
     return tries[:12]
 
 
-def _fewer_layers(integers: Integers, plan: Plan, full: Shapes) -> dict[str, Any]:
+def _fewer_layers(integers: Integers, plan: Plan, full: Shapes, numbered: bool = False) -> dict[str, Any]:
     """The config cut to a few layers, at least two, that still has each kind of layer.
 
     A number of layers is an integer whose value is the length of some list of modules and whose decrease takes parameters away. Kept are
     the first layers of each kind, by the plan and by what lists in the config say; where the kind follows from a layer's number, more are
-    tried.
+    tried. With `numbered`, all layers up to the last of these first ones: each keeps its number, by which the config may speak of it too
+    (Llama 4: the numbers of layers with experts).
     """
     state, kinds = integers.state, layer_kinds(plan)
     for path in integers.fields(state):
@@ -160,8 +164,8 @@ def _fewer_layers(integers: Integers, plan: Plan, full: Shapes) -> dict[str, Any
         names = shapes(integers.config(state)).names
         said = integers.per_layer(state, depth)
         firsts = {(said[i], kinds.get(i)): i for i in reversed(range(depth))}.values()
-        order = [*sorted(firsts), *(i for i in range(depth) if i not in firsts)]
-        for few in range(max(2, len(firsts)), depth):
+        order = list(range(depth)) if numbered else [*sorted(firsts), *(i for i in range(depth) if i not in firsts)]
+        for few in range(max(2, max(firsts) + 1 if numbered else len(firsts)), depth):
             changed = integers.with_depth(state, path, depth, sorted(order[:few]))
             config = integers.try_config(changed)
             found = config and _shapes_or_none(config)

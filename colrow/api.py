@@ -113,11 +113,14 @@ def load(
     return part.eval()
 
 
-def open_engine(model: str | ModelFiles, group: Group, purpose: str = "the engine", translators: bool = True, **options: Any) -> Engine:
+def open_engine(
+    model: str | ModelFiles, group: Group, purpose: str = "the engine", translators: bool = True, compact: bool = True, **options: Any
+) -> Engine:
     """An Engine for MODEL: `load` with the same options, then its tokenizer and generation settings on rank 0. UserError, before weights
     are read, where the model does not generate text from text; `purpose` is said in it. `translators`: an encoder-decoder will do."""
     from .engine.account import Stages
     from .engine.engine import Engine
+    from .parallel.compact import compact_layers
     from .parallel.int8 import quantize_layers
     from .planning.models import require_text
 
@@ -137,7 +140,11 @@ def open_engine(model: str | ModelFiles, group: Group, purpose: str = "the engin
         stages.results["warnings"] = (*stages.results["warnings"], engine.rules.warning)
     with stages("program"):
         engine.decoder.prepare()
-    stages.results["decoding"] = "; ".join([engine.decoder.steps, *([stages.results["int8"]] if int8 else [])])
+        if compact and engine.decoder.program is not None and (made := compact_layers(part)) is not None:
+            stages.results["compact"] = str(made)
+            engine.decoder.prepare()
+    how = (stages.results[key] for key in ("int8", "compact") if key in stages.results)
+    stages.results["decoding"] = "; ".join([engine.decoder.steps, *how])
     return engine
 
 

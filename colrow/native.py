@@ -129,6 +129,7 @@ PROGRAM = Library(
             "int8.h",
             "rows.h",
             "pairs.h",
+            "compact.h",
             "many.h",
             "norm.h",
             "multiply.h",

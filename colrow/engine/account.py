@@ -82,9 +82,9 @@ class RankMemory:
 def memory(model: Any, group: Group) -> list[RankMemory]:
     """Of every rank, on every rank: a collective."""
     from ..comm.collectives import gather_objects
+    from ..parallel import kept
 
-    int8 = (b for name, b in model.named_buffers() if name.endswith((".int8", ".scales")))
-    parameters = sum(p.numel() * p.element_size() for p in (*model.parameters(), *int8))
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters()) + kept.nbytes(model)
     mine = RankMemory(group.rank, psutil.Process(os.getpid()).memory_info().rss, parameters)
     return gather_objects(mine, group, "engine.account")
 

@@ -15,7 +15,13 @@ from .compiled import Compiled
 from .steps import Choice, Constant, Source, Step
 from .tape import NotRecorded
 
-DTYPES = {torch.float32: Dtype.F32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.F16, torch.int8: Dtype.INT8}
+DTYPES = {
+    torch.float32: Dtype.F32,
+    torch.bfloat16: Dtype.BF16,
+    torch.float16: Dtype.F16,
+    torch.int8: Dtype.INT8,
+    torch.uint8: Dtype.COMPACT,  # kernels/compact.py
+}
 
 
 def code(compiled: Compiled, arena: Arena, dtype: torch.dtype) -> tuple[Any, list[Any]]:
@@ -46,7 +52,7 @@ class _Coder:
         blocks = (c.Block * len(step.outs))()
         for block, out, weight in zip(blocks, step.outs, step.weights, strict=True):
             block.weight, block.rows, block.out = weight.values.data_ptr(), weight.shape[0], self.arena.at(out)
-            block.scale = None if weight.scales is None else weight.scales.data_ptr()
+            block.scale = None if weight.beside is None else weight.beside.data_ptr()
             self.keep.append(weight)
         first = step.weights[0]
         self._attach(at, c.Weights(DTYPES[first.values.dtype], first.shape[1], len(blocks), blocks))

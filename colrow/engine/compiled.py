@@ -25,6 +25,7 @@ from .products import PRODUCTS, pick, product
 from .steps import Constant, Heads, Matrix, Step, Steps
 from .tape import Added, Attended, Cached, NotRecorded, Ran, Tape
 
+KEPT = {"dequantized", "uncompacted"}  # what makes weights of something else (parallel/kept.py)
 _COMPARES = {"gt", "ge", "lt", "le"}
 _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "empty_like", "new_empty"}
 
@@ -62,10 +63,10 @@ def compile(tape: Tape) -> Compiled:
             cached(made, entry)
         elif follow(made, entry, tape.windows):
             pass
-        elif entry.name == "dequantized":
-            made.int8[id(entry.outputs[0])] = Matrix(entry.args[0], entry.outputs[0].shape, entry.args[1])
-        elif entry.name == "t" and id(entry.args[0]) in made.int8:
-            made.int8[id(entry.outputs[0])] = made.int8[id(entry.args[0])]
+        elif entry.name in KEPT:
+            made.kept[id(entry.outputs[0])] = Matrix(entry.args[0], entry.outputs[0].shape, entry.args[1])
+        elif entry.name == "t" and id(entry.args[0]) in made.kept:
+            made.kept[id(entry.outputs[0])] = made.kept[id(entry.args[0])]
         elif _is_live(made, entry):
             _live(made, entry)
         elif _is_light(made, entry, tape.anywhere):

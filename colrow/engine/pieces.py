@@ -38,12 +38,12 @@ def work(program: Program, length: int) -> Work:
     between = 0
     for step in program.compiled.steps:
         if step.op is Op.PRODUCT:
-            read += sum(_bytes(w.values, w.scales) for w in step.weights)
+            read += sum(_bytes(w.values, w.beside) for w in step.weights)
             operations += 2 * sum(prod(w.shape) for w in step.weights)
         elif step.op is Op.EXPERTS:
             (matrix,) = step.weights
             share = step.entry / matrix.shape[0]
-            read += share * _bytes(matrix.values, matrix.scales)
+            read += share * _bytes(matrix.values, matrix.beside)
             operations += 2 * share * prod(matrix.shape)
         elif isinstance(step.entry, Heads):
             heads = step.entry

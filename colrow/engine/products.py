@@ -13,21 +13,28 @@ from ..kernels.library import Op
 from .steps import Constant, Matrix, Picked, Step, Steps, memory
 from .tape import NotRecorded, Ran
 
-PRODUCTS = {"mm", "addmm", "linear", "bmm"}
+PRODUCTS = {"mm", "addmm", "linear", "bmm", "few_product"}
 
 
 def product(made: Steps, op: Ran) -> None:
     """mm(x, W), addmm(bias, x, W) and linear(x, W, bias). W's rows are output features where it lies in memory."""
     if op.name == "bmm":
         return _batched(made, op)
+    if op.name == "few_product":
+        given, values, beside, rows, bias = op.args
+        kept = Matrix(values, (rows, given.shape[-1]), beside)
+        return _product(made, op, given, kept, bias)
     if op.name == "linear":
         given, weight, bias = (*op.args, None)[:3]
     else:
         bias, given, weight = (None, *op.args) if op.name == "mm" else op.args
     if made.is_live(weight) or id(weight) in made.depends or op.kwargs:
         raise NotRecorded(f"it has a product of two results ({op.name})")
+    _product(made, op, given, made.kept.get(id(weight)) or _matrix(weight if op.name == "linear" else _by_rows(weight)), bias)
+
+
+def _product(made: Steps, op: Ran, given: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> None:
     x, out = made.contiguous(made.shadow(given)), made.new(op.outputs[0])
-    matrix = made.int8.get(id(weight)) or _matrix(weight if op.name == "linear" else _by_rows(weight))
     _multiply(made.steps, out, x, matrix)
     if bias is not None:
         made.emit(Op.ADD, out, out, made.source(bias))

@@ -32,12 +32,12 @@ Source = torch.Tensor | Constant | float
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight of `shape` [rows, width], each row in one piece; or int8 panels (kernels/panels.py) with their scales. Or many of them, one
-    after the other."""
+    """A weight of `shape` [rows, width], each row in one piece; or int8 panels (kernels/panels.py) with their scales, or compact rows
+    (kernels/compact.py) and what lies beside them. Or many of them, one after the other."""
 
     values: torch.Tensor
     shape: Sequence[int]
-    scales: torch.Tensor | None = None
+    beside: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Steps:
         self.inputs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.depends = light
         self.compares = False  # its code asks whether a position lies beyond some bound
-        self.int8: dict[int, Matrix] = {}  # weights that the modules made of int8 numbers, by recorded tensor
+        self.kept: dict[int, Matrix] = {}  # what the modules made weights of (parallel/kept.py), by recorded tensor
         self.picked: dict[int, Picked] = {}  # by recorded tensor, too
         self.views: dict[int, Ran] = {}  # of light tensors: what made them
         self.fresh: dict[int, Callable[[], torch.Tensor]] = {}  # what makes constants anew that a step may write to, by recorded tensor

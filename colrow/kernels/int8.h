@@ -15,7 +15,7 @@ TARGET INLINE void AT(int8_tile)(const Block *block, int64_t row, int half, int6
                                  int count, float *const *y, int C, int SPLIT, int64_t ahead) {
     const int64_t groups = (n + GROUP - 1) / GROUP;
     const int8_t *w = (const int8_t *)block->weight + row * groups * GROUP + 2 * LANES * half;
-    const float *scale = block->scale + row * groups + LANES * half;
+    const float *scale = (const float *)block->scale + row * groups + LANES * half;
     const int16_t *x = columns + column * width;
     Floats sum[2][4] = {0};
     for (int64_t g = 0; g < groups; g++, w += PANEL_ROWS * GROUP, scale += PANEL_ROWS) {

@@ -68,6 +68,7 @@ class Dtype(enum.IntEnum):
     BF16 = 1
     F16 = 2
     INT8 = 3
+    COMPACT = 4
 
 
 class Operand(ctypes.Structure):

@@ -2,8 +2,8 @@
  *
  * Columns are laid out once, pair of numbers by pair of numbers, so that those of WIDE tokens are neighbours; weights are read as they lie in
  * memory, a pair for all of them. A tile's sums stay in registers over DEPTH numbers of a row. A block of weights stays in the second cache
- * while all columns go over it, and the next block is fetched meanwhile. int8 weights become a block of bfloat16 just before they are
- * multiplied by. Each result is one sum in one order, from the row's beginning to its end, whatever else is computed with it.
+ * while all columns go over it, and the next block is fetched meanwhile. Weights of int8.h and compact.h become a block of bfloat16 just before
+ * they are multiplied by. Each result is one sum in one order, from the row's beginning to its end, whatever else is computed with it.
  *
  * A decoding step may ride along: each block of weights is then multiplied by the step's columns too, as it is in the cache.
  */
@@ -19,7 +19,8 @@ enum { WIDE = 4 * LANES, TILE_ROWS = 6, BLOCK_ROWS = 96, DEPTH = 1024, TOKENS = 
 
 /* x [count, n], rows `x_stride` apart; out [count, rows] = x Wᵀ + bias, where there is one. n is even. */
 typedef struct {
-    Block block; /* weights [rows, n] in bfloat16; int8 where there are scales */
+    Block block; /* weights [rows, n] */
+    int64_t dtype; /* BF16, INT8 or COMPACT */
     int64_t n, count, x_stride;
     const uint16_t *x, *bias;
     uint16_t *out;
@@ -177,8 +178,8 @@ static void many_panel(const Block *block, int64_t first, int64_t n, uint16_t *o
     if (n % GROUP) panel_rows(block, first, n, BF16, (char *)out);
     else
         for (int64_t g = 0; g < groups; g++)
-            many_group((const int8_t *)block->weight + (first * groups + g * PANEL_ROWS) * GROUP, block->scale + first * groups + g * PANEL_ROWS,
-                       out + g * GROUP, rows, n);
+            many_group((const int8_t *)block->weight + (first * groups + g * PANEL_ROWS) * GROUP,
+                       (const float *)block->scale + first * groups + g * PANEL_ROWS, out + g * GROUP, rows, n);
 }
 
 INLINE int64_t many_least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -208,7 +209,7 @@ static void many_block(const Many *m, const uint16_t *w, const uint16_t *next, i
 /* The `part`-th of `parts` shares of the rows, which threads may make at the same time. 0, or 1 where there is no memory. */
 static int many(const Many *m, int64_t part, int64_t parts) {
     const int64_t rows = m->block.rows, room = (many_least(m->count, TOKENS) + LANES - 1) / LANES * LANES;
-    const size_t bytes = (size_t)((room + (m->block.scale ? BLOCK_ROWS : 0)) * m->n * 2 + room * BLOCK_ROWS * 4);
+    const size_t bytes = (size_t)((room + (m->dtype == BF16 ? 0 : BLOCK_ROWS)) * m->n * 2 + room * BLOCK_ROWS * 4);
     float *const sums = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!sums) return 1;
     uint16_t *const columns = (uint16_t *)(sums + room * BLOCK_ROWS), *const made = columns + room * m->n;
@@ -220,10 +221,10 @@ static int many(const Many *m, int64_t part, int64_t parts) {
             const int64_t used = many_least(BLOCK_ROWS, rows - first), after = first + parts * BLOCK_ROWS;
             const uint16_t *w = (const uint16_t *)m->block.weight + first * m->n;
             const uint16_t *next = after + BLOCK_ROWS <= rows ? w + parts * BLOCK_ROWS * m->n : w;
-            if (m->block.scale) {
+            if (m->dtype == COMPACT) compact_rows(&m->block, first, used, m->n, made);
+            else if (m->dtype == INT8)
                 for (int64_t r = 0; r < used; r += PANEL_ROWS) many_panel(&m->block, first + r, m->n, made + r * m->n);
-                w = next = made;
-            }
+            if (m->dtype != BF16) w = next = made;
             many_block(m, w, next, first, used, columns, token, count, sums);
             if (m->ride && token == 0) multiply_rows(m->ride, m->job, first, first + used);
         }

@@ -13,12 +13,14 @@ from typing import Protocol
 
 import torch
 
+from . import compact
 from . import library as c
-from .library import GROUP
+from .library import GROUP, Dtype
 from .panels import ROWS, padded
 from .parts import in_parts
 
 LEAST = 16  # tokens for which torch's products, which have code of their own for a few, are left
+DTYPES = {torch.bfloat16: Dtype.BF16, torch.int8: Dtype.INT8, torch.uint8: Dtype.COMPACT}
 MOST = 1  # threads: with more, torch's, which wait for work in a loop, would keep the others from their shares
 
 
@@ -27,7 +29,7 @@ class Many(ctypes.Structure):
 
     _fields_ = (
         ("block", c.Block),
-        *((name, c_int64) for name in ("n", "count", "x_stride")),
+        *((name, c_int64) for name in ("dtype", "n", "count", "x_stride")),
         *((name, c_void_p) for name in ("x", "bias", "out", "ride")),
         ("job", c_int64),
     )
@@ -70,36 +72,46 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, rows: int, bias: torch.Tensor | None, few: bool = False
-) -> torch.Tensor | None:
-    """x Wᵀ + bias, [..., rows] of x [..., n], all in bfloat16 on the CPU; a weight with `scales` is int8 in panels (panels.py). A token's
-    results are the same bits alone and beside others. None where the library cannot do it, where sizes do not fit, and for less than
-    `LEAST` tokens unless they are `few` of more."""
-    n, found = x.shape[-1], library()
-    if found is None or n == 0 or n % 2 or rows == 0 or x.numel() < (n if few else LEAST * n):
-        return None
-    if torch.get_num_threads() > MOST or not weight.is_contiguous():
-        return None
-    panels, groups = padded(rows, n)
-    size = (rows, n) if scales is None else (panels, groups * GROUP // 2, ROWS, 2)
-    if weight.shape != size or (bias is not None and bias.shape != (rows,)):
-        return None
+def does(x: torch.Tensor, weight: torch.Tensor, rows: int, bias: torch.Tensor | None) -> bool:
+    """Whether `product` can be had, of any number of tokens: whether there is the library, and sizes fit."""
+    n = x.shape[-1]
+    if library() is None or n == 0 or n % 2 or rows == 0 or torch.get_num_threads() > MOST or not weight.is_contiguous():
+        return False
+    if weight.shape != _shape(weight.dtype, rows, n) or (bias is not None and bias.shape != (rows,)):
+        return False
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    if any(t.dtype not in (torch.bfloat16, torch.int8) or t.device.type != "cpu" for t in tensors):
+    return all(t.dtype in DTYPES and t.device.type == "cpu" for t in tensors)
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, beside: torch.Tensor | None, rows: int, bias: torch.Tensor | None, few: bool = False
+) -> torch.Tensor | None:
+    """x Wᵀ + bias, [..., rows] of x [..., n], all in bfloat16 on the CPU; a weight with something `beside` it is int8 in panels (panels.py)
+    or compact (compact.py). A token's results are the same bits alone and beside others. None where it cannot be had, and for less than
+    `LEAST` tokens unless `few` are wanted."""
+    n, found = x.shape[-1], library()
+    if found is None or not does(x, weight, rows, bias) or x.numel() < (n if few else LEAST * n):
         return None
     given = x.reshape(-1, n)
     given = given if given.stride(1) == 1 else given.contiguous()
     bias = None if bias is None else bias.contiguous()
     out = x.new_empty(*x.shape[:-1], rows)
-    block = c.Block(weight.data_ptr(), None if scales is None else scales.data_ptr(), rows, 0)
+    block = c.Block(weight.data_ptr(), None if beside is None else beside.data_ptr(), rows, 0)
     places = (given.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
     rider = _now.rider
     due = None if rider is None else rider.job(weight.data_ptr())
-    asked = Many(block, n, len(given), given.stride(0), *places, *(due or ()))
-    asked.tensors = given, weight, scales, bias, out  # of threads that go on where Ctrl-C ends this call
+    asked = Many(block, DTYPES[weight.dtype], n, len(given), given.stride(0), *places, *(due or ()))
+    asked.tensors = given, weight, beside, bias, out  # of threads that go on where Ctrl-C ends this call
     if any(in_parts(found.kp_many, asked)):
         raise MemoryError("no memory for the products of a prompt")
     if rider is not None and due is not None:
         rider.made()
     return out
+
+
+def _shape(dtype: torch.dtype, rows: int, n: int) -> tuple[int, ...]:
+    """Of a weight [rows, n] as it is kept in `dtype`."""
+    if dtype is torch.int8:
+        panels, groups = padded(rows, n)
+        return panels, groups * GROUP // 2, ROWS, 2
+    return (rows, compact.size(1, n)) if dtype is torch.uint8 else (rows, n)

@@ -6,8 +6,8 @@
  *
  * Weights are float32, bfloat16, float16, or int8 with a scale for each GROUP of a row. Where the processor multiplies pairs of bfloat16
  * itself, the columns of bfloat16 weights are rounded to bfloat16 first, as the modules round them; elsewhere all arithmetic is in float32.
- * Of int8 weights see int8.h. What a level of processors can do is there, in tile.h and in pairs.h; which one this is, is asked when a
- * product is made.
+ * Of int8 weights see int8.h, of bfloat16 ones in twelve bits compact.h. What a level of processors can do is there, in tile.h and in
+ * pairs.h; which one this is, is asked when a product is made.
  */
 #ifndef COLROW_PRODUCT_H
 #define COLROW_PRODUCT_H
@@ -15,8 +15,8 @@
 #include "vector.h"
 
 typedef struct {
-    const void *weight;   /* [rows, n]; int8: panels (int8.h), whose last one and whose last group are filled up with zeros */
-    const float *scale;   /* int8: [panels, groups of a row, PANEL_ROWS] */
+    const void *weight;   /* [rows, n]; int8: panels (int8.h), whose last one and whose last group are filled up with zeros; or compact.h's */
+    const void *scale;    /* int8: [panels, groups of a row, PANEL_ROWS] in float32; compact.h: what lies apart */
     int64_t rows, out;    /* out: where the first row's result goes in every arena, in floats */
 } Block;
 
@@ -182,6 +182,7 @@ TARGET INLINE Ints pairs_v4(Ints sums, const int8_t *weights, const int16_t *pai
 #endif
 #if HIGHEST >= 5
 #include "pairs.h"
+#include "compact.h"
 
 #define AT(NAME) NAME##_v5
 #define TARGET PAIRS
@@ -223,6 +224,7 @@ static Product *product_of(int64_t dtype) {
 #if HIGHEST >= 5
     if (dtype == BF16 && has_pairs()) return product_pairs;
     if (dtype == INT8 && has_pairs()) return product_int8_v5;
+    if (dtype == COMPACT) return product_compact; /* where there are no pairs, nothing makes them */
 #endif
     if (level() >= 4) return v4[dtype];
 #endif

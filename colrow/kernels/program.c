@@ -9,6 +9,7 @@
 #include "multiply.h"
 #include "norm.h"
 #include "many.h"
+#include "compact.h"
 
 #ifndef COLROW_DIGEST
 #define COLROW_DIGEST "unknown"
@@ -130,8 +131,12 @@ API int64_t kp_run(Program *p, const Row *rows, int count, int64_t *at, int resu
 
 API void kp_rows(const Block *block, int64_t n, int dtype, void *out, int64_t part, int64_t parts) { rows_of(block, n, dtype, out, part, parts); }
 
+#if CLONES && HIGHEST >= 5
+API void kp_compact(const Compacting *c, int64_t part, int64_t parts) { compact_make(c, part, parts); }
+#endif
+API int kp_has_pairs(void) { return has_pairs(); }
+
 API int kp_many_helps(void) { return many_helps(); }
-API int kp_norm_helps(void) { return has_pairs(); }
 API int kp_many(const Many *m, int64_t part, int64_t parts) { return many(m, part, parts); }
 API void kp_norm(const Norm *norm, int64_t part, int64_t parts) { norms(norm, part, parts); }
 

@@ -1,4 +1,4 @@
-/* int8 weights (int8.h) as rows of floating-point numbers: what a prompt's products multiply by. */
+/* int8 weights (int8.h), or those of compact.h, as rows of floating-point numbers: what a prompt's products multiply by. */
 #ifndef COLROW_ROWS_H
 #define COLROW_ROWS_H
 
@@ -53,13 +53,21 @@ static void panel_rows(const Block *block, int64_t first, int64_t n, int dtype, 
     const int64_t rows = block->rows - first < PANEL_ROWS ? block->rows - first : PANEL_ROWS;
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = g * GROUP, count = n - at < GROUP ? n - at : GROUP;
-        group_rows((const int8_t *)block->weight + (first * groups + g * PANEL_ROWS) * GROUP, block->scale + first * groups + g * PANEL_ROWS,
+        group_rows((const int8_t *)block->weight + (first * groups + g * PANEL_ROWS) * GROUP, (const float *)block->scale + first * groups + g * PANEL_ROWS,
                    dtype, out + at * unit, rows, count, n);
     }
 }
 
-/* The `part`-th of `parts` shares of out [rows, n], which threads may write at the same time. */
+/* The `part`-th of `parts` shares of out [rows, n], which threads may write at the same time. Weights are int8, out of `dtype`; or COMPACT,
+ * out of bfloat16. */
 static void rows_of(const Block *block, int64_t n, int dtype, char *out, int64_t part, int64_t parts) {
+#if CLONES && HIGHEST >= 5
+    if (dtype == COMPACT) {
+        const int64_t share = (block->rows + parts - 1) / parts, first = part * share, left = block->rows - first;
+        if (left > 0) compact_rows(block, first, left < share ? left : share, n, (uint16_t *)out + first * n);
+        return;
+    }
+#endif
     for (int64_t first = part * PANEL_ROWS; first < block->rows; first += parts * PANEL_ROWS)
         panel_rows(block, first, n, dtype, out + first * n * (dtype == F32 ? 4 : 2));
 }

@@ -41,7 +41,7 @@ typedef uint16_t Halves __attribute__((vector_size(32)));
 typedef int16_t Shorts __attribute__((vector_size(32)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
-enum { F32, BF16, F16, INT8 }; /* how weights and caches are stored; caches and sums: one of the first three */
+enum { F32, BF16, F16, INT8, COMPACT }; /* how weights and caches are stored; caches and sums: one of the first three */
 enum { GROUP = 64 };      /* int8 weights that share a scale */
 
 INLINE Floats load_f32(const float *at) {

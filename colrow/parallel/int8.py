@@ -1,8 +1,7 @@
 """Int8: the weights of linear layers as whole numbers of 8 bits, with one scale for each 64 neighbours in a row. For inference alone.
 
 Decoding reads a bit more than half the bytes of bfloat16. Programs multiply by the numbers as they are (kernels/int8.h), for which a column
-is rounded to 16 bits of each group's largest; the modules, which read prompts, see a `weight` that is made anew each time it is asked for.
-Activations, norms, biases, embeddings and the cache keep their dtype.
+is rounded to 16 bits of each group's largest; of the modules see kept.py. Activations, norms, biases, embeddings and the cache keep their dtype.
 
 A rank quantizes its own slice: groups begin at its first input feature, so different numbers of ranks round differently. The
 model is loaded in its own dtype first, so that is what a rank must have room for.
@@ -12,19 +11,16 @@ Not here: calibration with data, int8 arithmetic on activations, reading files t
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from ..checkpoint.pages import empty
 from ..kernels.library import GROUP
 from ..kernels.panels import ROWS, packed, padded
 from ..kernels.panels import rows as rows_of
-from .prompt_products import Linear
+from . import kept
 
 STEPS = 127  # of a scale, in each direction
 
@@ -60,39 +56,14 @@ def dequantized(numbers: torch.Tensor, scales: torch.Tensor, rows: int, n: int, 
     return rows_of(numbers, scales, torch.empty(rows, n, dtype=dtype))
 
 
-@torch.inference_mode(False)
 def quantize_layers(model: nn.Module) -> Quantized:
     """Every nn.Linear and Conv1D of the model, in place, layer by layer. Their parameters are gone afterwards."""
     layers, nbytes, error, total = 0, 0, 0.0, 0.0
-    for module in model.modules():
-        if not isinstance(module, nn.Linear | Conv1D) or "weight" not in module._parameters or module.weight.numel() == 0:
-            continue
-        weight = module.weight.detach()
-        by_rows = weight.t() if isinstance(module, Conv1D) else weight
-        numbers, scales = quantize(by_rows)
-        module._weight_like = (*by_rows.shape, weight.dtype)  # type: ignore[assignment]
-        module.register_buffer("int8", numbers, persistent=False)
-        module.register_buffer("scales", scales, persistent=False)
-        del module._parameters["weight"]
-        kind: Any = Linear if type(module) is nn.Linear else type(module)
-        module.__class__ = _int8_class(kind)
-        made = module.weight.float()
+    for module, weight in kept.layers(model):
+        numbers, scales = quantize(weight)
+        kept.keep(module, weight, numbers, scales, dequantized)
+        made = dequantized(numbers, scales, *weight.shape, weight.dtype).float()
         error += float((made - weight.float()).square().sum())
         total += float(weight.float().square().sum())
         layers, nbytes = layers + 1, nbytes + numbers.nbytes + scales.nbytes
     return Quantized(layers, nbytes, (error / total) ** 0.5 if total else 0.0)
-
-
-@functools.cache
-def _int8_class(cls: Any) -> Any:
-    """The layer's class with a `weight` that is computed."""
-
-    def weight(self: Any) -> torch.Tensor:
-        by_rows = dequantized(self.int8, self.scales, *self._weight_like)
-        return by_rows.t() if isinstance(self, Conv1D) else by_rows
-
-    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
-        """The last token of a prompt is a view whose strides make torch copy a weight that is no parameter before it multiplies."""
-        return cls.forward(self, input.flatten(0, -2).view(input.shape))
-
-    return type(f"Int8{cls.__name__}", (cls,), {"weight": property(weight), "forward": forward})

@@ -1,0 +1,59 @@
+"""Kept: linear layers whose weights are kept otherwise than torch multiplies by them (int8.py, compact.py). For inference alone.
+
+Programs multiply by what is kept; the modules, which read prompts, see a `weight` that is made anew each time it is asked for, unless
+kernels/many.h takes what is kept. Not here: the forms themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .prompt_products import Linear
+
+Make = Callable[[torch.Tensor, torch.Tensor, int, int, torch.dtype], torch.Tensor]
+"""(values, beside, rows, width, dtype) -> [rows, width]: an op of its own, so that whoever records a model finds what is behind the weight."""
+
+
+def layers(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Each nn.Linear and Conv1D that has a weight, with its weight by rows of output features."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | Conv1D) and "weight" in module._parameters and module.weight.numel():
+            weight = module.weight.detach()
+            yield module, weight.t() if isinstance(module, Conv1D) else weight
+
+
+@torch.inference_mode(False)
+def keep(module: Any, weight: torch.Tensor, values: torch.Tensor, beside: torch.Tensor, make: Make) -> None:
+    """From now on the layer has `values` and `beside` instead of its `weight` [rows, width], and `make` makes it of them."""
+    module.kept_like, module.kept_by = (*weight.shape, weight.dtype), make
+    module.register_buffer("kept", values, persistent=False)
+    module.register_buffer("beside", beside, persistent=False)
+    del module._parameters["weight"]
+    module.__class__ = _kept_class(Linear if type(module) is nn.Linear else type(module))
+
+
+def nbytes(model: nn.Module) -> int:
+    """What all layers keep, in bytes; what several share counts once."""
+    kept = {id(b): b for m in model.modules() for name, b in m._buffers.items() if name in ("kept", "beside") and hasattr(m, "kept_by")}
+    return sum(b.nbytes for b in kept.values() if b is not None)
+
+
+@functools.cache
+def _kept_class(cls: Any) -> Any:
+    """The layer's class with a `weight` that is computed."""
+
+    def weight(self: Any) -> torch.Tensor:
+        by_rows: torch.Tensor = self.kept_by(self.kept, self.beside, *self.kept_like)
+        return by_rows.t() if isinstance(self, Conv1D) else by_rows
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
+        """The last token of a prompt is a view whose strides make torch copy a weight that is no parameter before it multiplies."""
+        return cls.forward(self, input.flatten(0, -2).view(input.shape))
+
+    return type(f"Kept{cls.__name__}", (cls,), {"weight": property(weight), "forward": forward})

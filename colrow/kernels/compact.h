@@ -173,22 +173,23 @@ PAIRS static void product_compact(const Block *block, int64_t first, int64_t las
     WALK(COMPACT_TILE, compact_bytes(n), 2, 2, 8, 4, 4, 1)
 }
 
-/* `rows` rows from `first` on, to out [rows, n]. */
-PAIRS static void compact_rows(const Block *block, int64_t first, int64_t rows, int64_t n, uint16_t *out) {
+/* Numbers `from`, a multiple of COMPACT_BLOCK, to `to` of `rows` rows from `first` on, to out [rows, to - from]. */
+PAIRS static void compact_rows(const Block *block, int64_t first, int64_t rows, int64_t n, int64_t from, int64_t to, uint16_t *out) {
     const int64_t bytes = compact_bytes(n);
     const __m512i table = compact_table(block);
     for (int64_t r = 0; r < rows; r++) {
         const uint8_t *w = (const uint8_t *)block->weight + (first + r) * bytes;
-        Listed of = listed_from(block, first + r, 0);
-        for (int64_t k = 0; k < n; k += LINE) {
+        Listed of = listed_from(block, first + r, from);
+        uint16_t *const row = out + r * (to - from) - from;
+        for (int64_t k = from; k < to; k += LINE) {
             const uint8_t *at = w + k / COMPACT_BLOCK * COMPACT_BYTES;
             __m512i v[2];
             if (k / LINE % 2) compact_line(at, 1, (uint32_t)(k / LINE), table, &of, v);
             else compact_line(at, 0, (uint32_t)(k / LINE), table, &of, v);
-            if (k + LINE <= n) {
-                _mm512_storeu_si512(out + r * n + k, v[0]);
-                _mm512_storeu_si512(out + r * n + k + PAIR_STEP, v[1]);
-            } else memcpy(out + r * n + k, v, (size_t)(n - k) * sizeof *out);
+            if (k + LINE <= to) {
+                _mm512_storeu_si512(row + k, v[0]);
+                _mm512_storeu_si512(row + k + PAIR_STEP, v[1]);
+            } else memcpy(row + k, v, (size_t)(to - k) * sizeof *out);
         }
     }
 }

@@ -34,25 +34,34 @@ typedef struct {
 #define bit_AMX_BF16 (1u << 22)
 #endif
 
-/* What is read and what is fetched meanwhile: w [rows, 2 * pairs], rows `stride` apart, and as many rows that are `ahead` of them, if any;
- * x [pairs, V * LANES, 2]. */
+/* Weights of a block that will be wanted next, as they are kept: bytes from row to row, and of as many weights as make a line of bfloat16. NULL:
+ * nothing is fetched. */
+typedef struct {
+    const char *at;
+    int64_t row, line;
+} Soon;
+
+/* What is read and what is fetched meanwhile: w [rows, 2 * pairs], rows `stride` apart; x [pairs, V * LANES, 2]. */
 typedef struct {
     const uint16_t *w, *x;
-    int64_t rows, stride, ahead, pairs;
+    int64_t rows, stride, pairs;
+    Soon soon;
     uint16_t *out; /* where the sums will go, of tokens `out_stride` apart; NULL: not yet */
     int64_t out_stride;
 } Piece;
 
 /* sums [R, V * LANES] += w x, of R rows from `row` on. The first time there are no sums yet. */
 PAIRS INLINE void many_tile(const Piece *piece, int64_t row, float *sums, int first, int R, int V) {
-    const int64_t stride = piece->stride, pairs = piece->pairs, ahead = piece->ahead;
+    const int64_t stride = piece->stride, pairs = piece->pairs;
     const uint16_t *const w = piece->w + row * stride, *const x = piece->x;
+    const Soon soon = piece->soon;
+    const char *const next = soon.at ? soon.at + row * soon.row : NULL;
     sums += row * V * LANES;
     __m512 sum[2 * TILE_ROWS][4];
 #define EACH_OF_TILE _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
     EACH_OF_TILE sum[r][v] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + (r * V + v) * LANES);
     for (int64_t line = 0; line < pairs; line += LANES) {
-        if (ahead) _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) __builtin_prefetch(w + r * stride + 2 * line + ahead, 0, 2);
+        if (next) _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) __builtin_prefetch(next + r * soon.row + line / LANES * soon.line, 0, 2);
         const int64_t end = pairs - line < LANES ? pairs : line + LANES;
         for (int64_t p = line; p < end; p++) {
             __m512bh columns[4];
@@ -187,18 +196,32 @@ INLINE int64_t many_least(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Of the tokens that go together, where `count` are left. */
 INLINE int vectors(int64_t count) { return (int)((many_least(WIDE, count) + LANES - 1) / LANES); }
 
-/* One block of weights, [rows, n] from `w` on, for the packed columns of `count` tokens. `next`: the block after it, or the same one. */
-static void many_block(const Many *m, const uint16_t *w, const uint16_t *next, int64_t first, int64_t rows, const uint16_t *columns, int64_t token,
+/* The weights from row `first` and number `k` on, as they are kept; int8 panels as if their rows lay one after the other. */
+static Soon many_kept(const Many *m, int64_t first, int64_t k) {
+    const int64_t rows[] = {[BF16] = 2 * m->n, [INT8] = (m->n + GROUP - 1) / GROUP * GROUP, [COMPACT] = compact_bytes(m->n)};
+    const int64_t lines[] = {[BF16] = LINE, [INT8] = LINE / 2, [COMPACT] = COMPACT_BYTES / 4};
+    const int64_t row = rows[m->dtype], line = lines[m->dtype];
+    return (Soon){(const char *)m->block.weight + first * row + k * line / PAIR_STEP, row, line};
+}
+
+/* One block of weights, `rows` from `first` on, for the packed columns of `count` tokens. `next`: the first row of the block after it, or the same
+ * one. `made`: room for [rows, n] that are not kept in bfloat16. */
+static void many_block(const Many *m, int64_t first, int64_t next, int64_t rows, uint16_t *made, const uint16_t *columns, int64_t token,
                        int64_t count, float *sums) {
     typedef void Tiles(const Piece *, float *, int);
     static Tiles *const tiles[] = {many_tiles_1, many_tiles_2, many_tiles_3, many_tiles_4};
+    for (int64_t r = 0; m->dtype == INT8 && r < rows; r += PANEL_ROWS) many_panel(&m->block, first + r, m->n, made + r * m->n);
     for (int64_t k = 0; k < m->n; k += DEPTH) {
         const int64_t depth = many_least(DEPTH, m->n - k), after = k + depth < m->n ? k + depth : 0;
+        const int64_t stride = m->dtype == COMPACT ? depth : m->n;
+        const uint16_t *w = m->dtype == BF16 ? (const uint16_t *)m->block.weight + first * m->n + k : m->dtype == INT8 ? made + k : made;
+        const Soon soon = m->dtype == INT8 ? many_kept(m, next, k) : after ? many_kept(m, first, after) : many_kept(m, next, 0);
+        if (m->dtype == COMPACT) compact_rows(&m->block, first, rows, m->n, k, k + depth, made);
         for (int64_t t = 0; t < count; t += WIDE) {
             const int V = vectors(count - t), last = t + WIDE >= count;
             const uint16_t *x = columns + t * m->n + k * V * LANES;
             uint16_t *const out = m->out + (token + t) * m->block.rows + first;
-            const Piece piece = {w + k, x, rows, m->n, last ? (after ? depth : next - w - k) : 0, depth / 2, after ? NULL : out, m->block.rows};
+            const Piece piece = {w, x, rows, stride, depth / 2, last ? soon : (Soon){0}, after ? NULL : out, m->block.rows};
             tiles[V - 1](&piece, sums + t * BLOCK_ROWS, k == 0);
             if (after) continue;
             many_out(sums + t * BLOCK_ROWS, rows, V, m->bias ? m->bias + first : NULL, out, m->block.rows, count - t);
@@ -219,13 +242,7 @@ static int many(const Many *m, int64_t part, int64_t parts) {
             many_pack(m->x + (token + t) * m->x_stride, m->x_stride, count - t, m->n / 2, columns + t * m->n, vectors(count - t));
         for (int64_t first = part * BLOCK_ROWS; first < rows; first += parts * BLOCK_ROWS) {
             const int64_t used = many_least(BLOCK_ROWS, rows - first), after = first + parts * BLOCK_ROWS;
-            const uint16_t *w = (const uint16_t *)m->block.weight + first * m->n;
-            const uint16_t *next = after + BLOCK_ROWS <= rows ? w + parts * BLOCK_ROWS * m->n : w;
-            if (m->dtype == COMPACT) compact_rows(&m->block, first, used, m->n, made);
-            else if (m->dtype == INT8)
-                for (int64_t r = 0; r < used; r += PANEL_ROWS) many_panel(&m->block, first + r, m->n, made + r * m->n);
-            if (m->dtype != BF16) w = next = made;
-            many_block(m, w, next, first, used, columns, token, count, sums);
+            many_block(m, first, after + BLOCK_ROWS <= rows ? after : first, used, made, columns, token, count, sums);
             if (m->ride && token == 0) multiply_rows(m->ride, m->job, first, first + used);
         }
     }

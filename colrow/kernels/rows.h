@@ -64,7 +64,7 @@ static void rows_of(const Block *block, int64_t n, int dtype, char *out, int64_t
 #if CLONES && HIGHEST >= 5
     if (dtype == COMPACT) {
         const int64_t share = (block->rows + parts - 1) / parts, first = part * share, left = block->rows - first;
-        if (left > 0) compact_rows(block, first, left < share ? left : share, n, (uint16_t *)out + first * n);
+        if (left > 0) compact_rows(block, first, left < share ? left : share, n, 0, n, (uint16_t *)out + first * n);
         return;
     }
 #endif

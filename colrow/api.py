@@ -117,7 +117,10 @@ def open_engine(
     model: str | ModelFiles, group: Group, purpose: str = "the engine", translators: bool = True, compact: bool = True, **options: Any
 ) -> Engine:
     """An Engine for MODEL: `load` with the same options, then its tokenizer and generation settings on rank 0. UserError, before weights
-    are read, where the model does not generate text from text; `purpose` is said in it. `translators`: an encoder-decoder will do."""
+    are read, where the model does not generate text from text; `purpose` is said in it. `translators`: an encoder-decoder will do.
+    `compact`: bfloat16 weights are kept in 12 bits, the same to the bit, where that is faster (parallel/compact.py)."""
+    import torch
+
     from .engine.account import Stages
     from .engine.engine import Engine
     from .parallel.compact import compact_layers
@@ -134,17 +137,18 @@ def open_engine(
     part = load(files, group, **options | ({"dtype": "auto"} if int8 else {}))
     if int8:
         with stages("int8"):
-            stages.results["int8"] = str(quantize_layers(part))
+            stages.results["kept"] = quantize_layers(part)
     engine = Engine(part, group, made[0] if made else None)
     if engine.rules.warning:
         stages.results["warnings"] = (*stages.results["warnings"], engine.rules.warning)
     with stages("program"):
         engine.decoder.prepare()
-        if compact and engine.decoder.program is not None and (made := compact_layers(part)) is not None:
-            stages.results["compact"] = str(made)
+        if compact and not int8 and engine.decoder.program is not None and engine.decoder.program.dtype is torch.bfloat16:
+            engine.decoder.forget()  # it holds the weights
+            stages.results["kept"] = compact_layers(part)
             engine.decoder.prepare()
-    how = (stages.results[key] for key in ("int8", "compact") if key in stages.results)
-    stages.results["decoding"] = "; ".join([engine.decoder.steps, *how])
+    how = stages.results.get("kept")
+    stages.results["decoding"] = "; ".join([engine.decoder.steps, *([str(how)] if how else [])])
     return engine
 
 

@@ -62,7 +62,8 @@ class Completion:
 
 class Engine:
     """`model`: MODEL, or a transformers model in memory (then with its `tokenizer`; it is handed over by way of files). `cache_bytes`: for
-    the caches of one rank, by default a share of what is free. `fast`: decode requests together (docs/serving.md). UserError for what
+    the caches of one rank, by default a share of what is free. `compact`: keep bfloat16 weights in 12 bits, the same to
+    the bit, where it is faster (docs/programs.md). `fast`: decode requests together (docs/serving.md). UserError for what
     cannot work, from here or from the ranks, before they are left running."""
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         dtype: str = "auto",
         backend: str = "auto",
         gate: bool = True,
+        compact: bool = True,
         trust_remote_code: bool = False,
         cache_bytes: int | None = None,
         max_running: int = 64,
@@ -86,7 +88,7 @@ class Engine:
             raise UserError("Engine starts its ranks itself, and torchrun has started some", works="colrow.open_engine(model, group)")
         tp = tp if tp is not None else len(split or ()) or (plan.ranks if plan is not None else 1)
         api.check_degree(tp, split)
-        options = {"split": split, "plan": plan, "dtype": check_dtype(dtype), "gate": gate}
+        options = {"split": split, "plan": plan, "dtype": check_dtype(dtype), "gate": gate, "compact": compact}
         self._open = ExitStack()
         self._left: list[Output] = []  # outputs of requests that another call than the one that met them is for
         self._running: set[int] = set()

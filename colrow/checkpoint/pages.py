@@ -28,10 +28,21 @@ def empty(shape: Sequence[int], dtype: torch.dtype | None) -> torch.Tensor:
     return out
 
 
+def give_back() -> None:
+    """What was freed goes back to the system, which the C library would keep for later."""
+    trim = getattr(_libc(), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 @functools.cache
 def _madvise() -> Any:
     if not sys.platform.startswith("linux"):
         return None
-    function = ctypes.CDLL(None).madvise
+    function = _libc().madvise
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return function
+
+
+def _libc() -> Any:
+    return ctypes.CDLL(None)

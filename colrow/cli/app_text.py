@@ -13,6 +13,7 @@ from . import show
 from .arguments import (
     Adapter,
     Backend,
+    Compact,
     Gate,
     MaxNew,
     MinP,
@@ -54,6 +55,7 @@ def run(
     dtype: TextDtype = "auto",
     backend: Backend = "auto",
     gate: Gate = True,
+    compact: Compact = True,
     trust_remote_code: Trust = False,
 ) -> None:
     """Generate text. Models with a chat template answer, others continue; then a short account on standard error.
@@ -65,7 +67,7 @@ def run(
         raise UserError("the prompt is empty", works='-p "Once upon a time"')
     check_text(prompt)
     check_writable(trace, "--trace trace.json")
-    ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter, trace is not None)
+    ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter, trace is not None, compact=compact)
     show.run(ranks, backend, opening, prompt, wish, trace)
 
 
@@ -86,6 +88,7 @@ def chat(
     dtype: TextDtype = "auto",
     backend: Backend = "auto",
     gate: Gate = True,
+    compact: Compact = True,
     trust_remote_code: Trust = False,
 ) -> None:
     """Talk with a model in the terminal. Ctrl-C ends an answer, an empty line or Ctrl-D the conversation.
@@ -93,7 +96,7 @@ def chat(
     Example: colrow chat demo --tp 2
     """
     wish = Wish(Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed), at_least_1(max_new_tokens))
-    ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter)
+    ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter, compact=compact)
     show.chat(ranks, backend, opening, system, wish)
 
 
@@ -117,6 +120,7 @@ def serve(
     dtype: TextDtype = "auto",
     backend: Backend = "auto",
     gate: Gate = True,
+    compact: Compact = True,
     trust_remote_code: Trust = False,
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's API, and a page to talk with it at /.
@@ -132,5 +136,5 @@ def serve(
     limits = Limits(
         int(read_bytes(cache, "--cache")) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast
     )
-    ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter)
+    ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter, compact=compact)
     raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart, origins))

@@ -30,6 +30,7 @@ class Opening:
     gate: bool = True
     trace: bool = False  # keep every collective for a trace
     adapter: Path | None = None  # a directory of PEFT's
+    compact: bool = True
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ def open_engine(group: Group, opening: Opening, stages: Stages, purpose: str, tr
             stages=stages,
             progress=lambda name, done, total: tell(Stage("load", done, total)),
             adapter=opening.adapter,
+            compact=opening.compact,
         )
 
     return (yield from told(work))

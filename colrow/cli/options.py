@@ -39,6 +39,7 @@ def opened(
     trace: bool = False,
     int8: bool = True,
     dp: int = 1,
+    compact: bool = True,
 ) -> tuple[int, Opening]:
     """The ranks of one replica, and how MODEL is opened on them, from the options of a command. UserError for what cannot work."""
     started = time.time()
@@ -46,7 +47,7 @@ def opened(
     ranks = degree(tp, shares, given, dp)
     checked, adapter = check_dtype(dtype, int8=int8), check_adapter(adapter)
     files = find_with_weights(model, trust_remote_code)
-    return ranks, Opening(files, started, shares, given, checked, gate, trace, adapter)
+    return ranks, Opening(files, started, shares, given, checked, gate, trace, adapter, compact)
 
 
 def read_split(text: str | None) -> tuple[float, ...]:

@@ -27,25 +27,25 @@ DTYPES = {
 def code(compiled: Compiled, arena: Arena, dtype: torch.dtype) -> tuple[Any, list[Any]]:
     """An array of instructions, and what must live as long as it. `dtype` of the cache."""
     coder = _Coder(arena, dtype)
+    kinds: dict[Op, Callable[[Step, Any], None]] = {  # not in the coder, which would keep itself alive, and weights with it
+        Op.PRODUCT: coder.product,
+        Op.EXPERTS: coder.experts,
+        Op.ATTEND: coder.attend,
+        Op.TOPK: coder.topk,
+        Op.TAKE: coder.take,
+        Op.SCATTER: coder.scatter,
+        Op.REDUCE: coder.reduce,
+    }
     out = (c.Instruction * len(compiled.steps))()
     for step, at in zip(compiled.steps, out, strict=True):
         at.op = step.op
-        coder.kinds.get(step.op, coder.elementwise)(step, at)
+        kinds.get(step.op, coder.elementwise)(step, at)
     return out, coder.keep
 
 
 class _Coder:
     def __init__(self, arena: Arena, dtype: torch.dtype) -> None:
         self.arena, self.dtype, self.keep = arena, dtype, list[Any]()
-        self.kinds: dict[Op, Callable[[Step, Any], None]] = {
-            Op.PRODUCT: self.product,
-            Op.EXPERTS: self.experts,
-            Op.ATTEND: self.attend,
-            Op.TOPK: self.topk,
-            Op.TAKE: self.take,
-            Op.SCATTER: self.scatter,
-            Op.REDUCE: self.reduce,
-        }
 
     def product(self, step: Step, at: Any) -> None:
         at.a = self._flat(step.sources[0])

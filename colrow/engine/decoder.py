@@ -68,6 +68,10 @@ class Decoder:
             self._continues = self.program is not None or continues(self._forward, self._group, limit)
         return self._continues
 
+    def forget(self) -> None:
+        """Gives up the program, and with it the weights that it has; the next `prepare` makes another."""
+        self.program, self._seen = None, None
+
     def prepare(self) -> None:
         """Makes the program and compares it, unless there is one for this state of the model. A collective: parts change alike."""
         if not self._wanted or state(self._model) == self._seen:

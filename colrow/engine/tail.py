@@ -48,7 +48,7 @@ def find(model: Any, group: Group) -> int:
 def _able(model: Any, group: Group) -> bool:
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     context = context_limit(model.config)
-    cpu = group.device.type == "cpu" and dtypes == {torch.bfloat16} and many.library() is not None
+    cpu = group.device.type == "cpu" and dtypes == {torch.bfloat16} and many.helps()
     return cpu and (context is None or context >= TOKENS) and not model.config.is_encoder_decoder
 
 

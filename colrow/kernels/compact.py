@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 
 import torch
 
-from ..checkpoint.pages import empty
 from . import library as c
 from .library import Dtype
 from .parts import in_parts
@@ -45,9 +45,10 @@ def size(rows: int, width: int) -> int:
     return rows * -(-width // BLOCK) * BLOCK_BYTES
 
 
-def compact(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """[rows, n] in bfloat16 -> bytes [rows, blocks * 192], and the words that lie beside them. None where there is no library, or where it
-    would save little: in narrow matrices, and in those whose numbers are of very different sizes."""
+def compact(weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """[rows, n] in bfloat16 -> bytes [rows, blocks * 192], and the words that lie beside them; `empty` makes the room for the bytes.
+    None where there is no library, or where it would save little: in narrow matrices, and in those whose numbers are of very different
+    sizes."""
     found = library()
     rows, n = weight.shape
     if found is None or weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" or n > LARGEST or weight.numel() == 0:
@@ -67,7 +68,7 @@ def compact(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
     lists = torch.zeros(int(words), dtype=torch.int32)
     beside = torch.cat([table.view(torch.int32), begins.cumsum(0, dtype=torch.int32), lists])
-    out = empty((rows, size(1, n)), torch.uint8)
+    out = empty((rows, size(1, n)), dtype=torch.uint8)
     asked = Compacting(weight.data_ptr(), rows, n, beside.data_ptr(), out.data_ptr(), None)
     asked.tensors = weight, beside, out
     in_parts(found.kp_compact, asked)

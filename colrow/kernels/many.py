@@ -1,5 +1,5 @@
-"""many.h from Python: products of a prompt's tokens with weights in bfloat16 or int8, where the processor multiplies pairs of bfloat16
-itself and has nothing faster (AMX), which torch's products use."""
+"""many.h from Python: products of tokens in bfloat16 with weights in bfloat16, int8 or compact, where the processor multiplies pairs of
+bfloat16 itself. Of a prompt's tokens torch's own are faster where there is AMX, which they use."""
 
 from __future__ import annotations
 
@@ -66,14 +66,20 @@ def riding(rider: Rider) -> Iterator[None]:
 def library() -> ctypes.CDLL | None:
     """None where it cannot be had, or does nothing for this processor."""
     found = c.library_or_none()
-    if found is None or not found.kp_many_helps():
+    if found is None or not found.kp_has_pairs():
         return None
     found.kp_many.argtypes = [ctypes.POINTER(Many), c_int64, c_int64]
     return found
 
 
+def helps() -> bool:
+    """Whether torch has nothing faster for a prompt's tokens."""
+    found = library()
+    return found is not None and bool(found.kp_many_helps())
+
+
 def does(x: torch.Tensor, weight: torch.Tensor, rows: int, bias: torch.Tensor | None) -> bool:
-    """Whether `product` can be had, of any number of tokens: whether there is the library, and sizes fit."""
+    """Whether `product` can be had of a few tokens: whether there is the library, and sizes fit."""
     n = x.shape[-1]
     if library() is None or n == 0 or n % 2 or rows == 0 or torch.get_num_threads() > MOST or not weight.is_contiguous():
         return False
@@ -87,10 +93,10 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, beside: torch.Tensor | None, rows: int, bias: torch.Tensor | None, few: bool = False
 ) -> torch.Tensor | None:
     """x Wᵀ + bias, [..., rows] of x [..., n], all in bfloat16 on the CPU; a weight with something `beside` it is int8 in panels (panels.py)
-    or compact (compact.py). A token's results are the same bits alone and beside others. None where it cannot be had, and for less than
-    `LEAST` tokens unless `few` are wanted."""
+    or compact (compact.py). A token's results are the same bits alone and beside others. None where it cannot be had and where torch's
+    may be faster, as for less than `LEAST` tokens; unless a `few` are wanted."""
     n, found = x.shape[-1], library()
-    if found is None or not does(x, weight, rows, bias) or x.numel() < (n if few else LEAST * n):
+    if found is None or not does(x, weight, rows, bias) or x.numel() == 0 or not (few or (helps() and x.numel() >= LEAST * n)):
         return None
     given = x.reshape(-1, n)
     given = given if given.stride(1) == 1 else given.contiguous()

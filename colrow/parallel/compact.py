@@ -4,8 +4,9 @@ Decoding reads three quarters of the bytes, and the memory is let go: what a lay
 at, layer by layer, before its weight is given up. Layers that would save little stay as they are; so do norms, biases, embeddings (a head
 that shares its weight with one gets compact rows of its own) and experts in one tensor.
 
-Not here: other dtypes, processors without products of bfloat16 pairs, models without a decoding program, for whose modules each weight
-would be made anew for each token (open_engine asks for the program first).
+Not here: other dtypes and processors; ranks of several threads, where torch's, which wait for work in a loop, would keep those from their
+shares that make weights anew for prompts; models without a decoding program, in which they are made anew for each token (open_engine asks
+for the program first).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..checkpoint.pages import empty, give_back
 from ..kernels import compact as kernel
+from ..kernels import many
 from . import kept
 
 
@@ -39,6 +42,8 @@ def uncompacted(values: torch.Tensor, beside: torch.Tensor, rows: int, n: int, d
 
 def compact_layers(model: nn.Module) -> Compacted | None:
     """Every nn.Linear and Conv1D of the model that this pays for, in place, layer by layer. None where there is none."""
+    if torch.get_num_threads() > many.MOST:
+        return None
     made: dict[tuple[int, torch.Size], tuple[torch.Tensor, torch.Tensor] | None] = {}  # a weight that layers share is made compact once
     count = before = nbytes = 0
     for module, weight in kept.layers(model):
@@ -50,11 +55,14 @@ def compact_layers(model: nn.Module) -> Compacted | None:
         if (found := made[key]) is not None:
             kept.keep(module, weight, *found, uncompacted)
             count += 1
+            del weight
+    made.clear()
+    give_back()
     return Compacted(count, before, nbytes) if count else None
 
 
 def _exactly(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    found = kernel.compact(weight)
+    found = kernel.compact(weight, empty)
     if found is None:
         return None
     again = uncompacted(*found, *weight.shape, weight.dtype)

@@ -1,7 +1,8 @@
 """Int8: the weights of linear layers as whole numbers of 8 bits, with one scale for each 64 neighbours in a row. For inference alone.
 
 Decoding reads a bit more than half the bytes of bfloat16. Programs multiply by the numbers as they are (kernels/int8.h), for which a column
-is rounded to 16 bits of each group's largest; of the modules see kept.py. Activations, norms, biases, embeddings and the cache keep their dtype.
+is rounded to 16 bits of each group's largest; of the modules see kept.py. Activations, norms, biases, embeddings and the cache keep their
+dtype.
 
 A rank quantizes its own slice: groups begin at its first input feature, so different numbers of ranks round differently. The
 model is loaded in its own dtype first, so that is what a rank must have room for.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..checkpoint.pages import empty
+from ..checkpoint.pages import empty, give_back
 from ..kernels.library import GROUP
 from ..kernels.panels import ROWS, packed, padded
 from ..kernels.panels import rows as rows_of
@@ -66,4 +67,5 @@ def quantize_layers(model: nn.Module) -> Quantized:
         error += float((made - weight.float()).square().sum())
         total += float(weight.float().square().sum())
         layers, nbytes = layers + 1, nbytes + numbers.nbytes + scales.nbytes
+    give_back()
     return Quantized(layers, nbytes, (error / total) ** 0.5 if total else 0.0)

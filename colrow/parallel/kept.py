@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from .prompt_products import Linear
 
 Make = Callable[[torch.Tensor, torch.Tensor, int, int, torch.dtype], torch.Tensor]
-"""(values, beside, rows, width, dtype) -> [rows, width]: an op of its own, so that whoever records a model finds what is behind the weight."""
+"""(values, beside, rows, width, dtype) -> [rows, width]. An op of its own: whoever records a model finds what is behind the weight."""
 
 
 def layers(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -35,7 +35,8 @@ def keep(module: Any, weight: torch.Tensor, values: torch.Tensor, beside: torch.
     module.register_buffer("kept", values, persistent=False)
     module.register_buffer("beside", beside, persistent=False)
     del module._parameters["weight"]
-    module.__class__ = _kept_class(Linear if type(module) is nn.Linear else type(module))
+    kind: Any = Linear if type(module) is nn.Linear else type(module)
+    module.__class__ = _kept_class(kind)
 
 
 def nbytes(model: nn.Module) -> int:

@@ -53,8 +53,8 @@ def last_alone() -> Iterator[None]:
 
 @torch.library.custom_op("colrow::few_product", mutates_args=())
 def few_product(x: torch.Tensor, values: torch.Tensor, beside: torch.Tensor, rows: int, bias: torch.Tensor | None) -> torch.Tensor:
-    """Of a few tokens with a compact weight (compact.py), which would take longer to be made anew than to be multiplied by. An op of its
-    own, so that whoever records a model finds it."""
+    """Of a few tokens with a weight that is kept otherwise (kept.py), which would take longer to be made anew than to be multiplied by. An
+    op of its own, so that whoever records a model finds it."""
     made = many.product(x, values, beside, rows, bias, few=True)
     assert made is not None  # whoever calls it has asked `many.does`
     return made
@@ -68,8 +68,8 @@ def linear(layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tens
         kept = layer._buffers.get("kept")
         weight, beside = (layer.weight, None) if kept is None else (kept, layer.beside)
         few = 0 < x.numel() < many.LEAST * x.shape[-1]
-        if few and weight.dtype is torch.uint8 and many.does(x, weight, layer.out_features, bias):
-            return few_product(x, weight, layer.beside, layer.out_features, bias)
+        if few and kept is not None and many.does(x, kept, layer.out_features, bias):
+            return few_product(x, kept, layer.beside, layer.out_features, bias)
         made = many.product(x, weight, beside, layer.out_features, bias, few=last)
         if made is not None:
             return made

@@ -8,8 +8,8 @@ Each sequence has its own cache, and its arithmetic, and with it its greedy toke
 through the model's modules, those of a step in one pass where that changes no bit (packed.py), elsewhere each by itself, in pieces that do
 not depend on the others; beginnings that were computed before are not computed again (prefixes.py, blocks.py). New tokens of all sequences
 go through the engine's program together, which reads weights once a step and computes each row as it would alone; beside packed prompts
-that step takes the weights as they come by (riding.py). For models without a program (decoder.py says why) they go through the modules, each
-sequence by itself, so that weights are read once for each; `fast` makes it once a step (together.py).
+that step takes the weights as they come by (riding.py). For models without a program (decoder.py says why) they go through the modules,
+each sequence by itself, so that weights are read once for each; `fast` makes it once a step (together.py).
 
 Not here: which sequences run (scheduler.py), which token comes (mixed.py), HTTP (serve/).
 """

@@ -53,7 +53,7 @@ def compact_layers(model: nn.Module) -> Compacted | None:
             if (found := made[key]) is not None:
                 before, nbytes = before + weight.nbytes, nbytes + sum(part.nbytes for part in found)
         if (found := made[key]) is not None:
-            kept.keep(module, weight, *found, uncompacted)
+            kept.keep(module, weight, *found, "uncompacted")
             count += 1
             del weight
     made.clear()

@@ -62,7 +62,7 @@ def quantize_layers(model: nn.Module) -> Quantized:
     layers, nbytes, error, total = 0, 0, 0.0, 0.0
     for module, weight in kept.layers(model):
         numbers, scales = quantize(weight)
-        kept.keep(module, weight, numbers, scales, dequantized)
+        kept.keep(module, weight, numbers, scales, "dequantized")
         made = dequantized(numbers, scales, *weight.shape, weight.dtype).float()
         error += float((made - weight.float()).square().sum())
         total += float(weight.float().square().sum())

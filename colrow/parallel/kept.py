@@ -7,7 +7,7 @@ kernels/many.h takes what is kept. Not here: the forms themselves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,6 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .prompt_products import Linear
-
-Make = Callable[[torch.Tensor, torch.Tensor, int, int, torch.dtype], torch.Tensor]
-"""(values, beside, rows, width, dtype) -> [rows, width]. An op of its own: whoever records a model finds what is behind the weight."""
 
 
 def layers(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
@@ -29,9 +26,10 @@ def layers(model: nn.Module) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 @torch.inference_mode(False)
-def keep(module: Any, weight: torch.Tensor, values: torch.Tensor, beside: torch.Tensor, make: Make) -> None:
-    """From now on the layer has `values` and `beside` instead of its `weight` [rows, width], and `make` makes it of them."""
-    module.kept_like, module.kept_by = (*weight.shape, weight.dtype), make
+def keep(module: Any, weight: torch.Tensor, values: torch.Tensor, beside: torch.Tensor, op: str) -> None:
+    """From now on the layer has `values` and `beside` instead of its `weight` [rows, width]. torch.ops.colrow's `op` makes it of (values,
+    beside, rows, width, dtype): an op of its own, so that whoever records a model finds what is behind the weight."""
+    module.kept_like, module.kept_by = (*weight.shape, weight.dtype), op
     module.register_buffer("kept", values, persistent=False)
     module.register_buffer("beside", beside, persistent=False)
     del module._parameters["weight"]
@@ -50,7 +48,7 @@ def _kept_class(cls: Any) -> Any:
     """The layer's class with a `weight` that is computed."""
 
     def weight(self: Any) -> torch.Tensor:
-        by_rows: torch.Tensor = self.kept_by(self.kept, self.beside, *self.kept_like)
+        by_rows: torch.Tensor = getattr(torch.ops.colrow, self.kept_by)(self.kept, self.beside, *self.kept_like)
         return by_rows.t() if isinstance(self, Conv1D) else by_rows
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:

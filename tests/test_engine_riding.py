@@ -20,6 +20,7 @@ from colrow.engine.forward import Forward
 from colrow.engine.request import Output
 from colrow.kernels import many, prompt
 from colrow.parallel import build
+from colrow.parallel.compact import compact_layers
 from colrow.parallel.int8 import quantize_layers
 from colrow.planning.derive import derive
 from tests import tiny
@@ -53,6 +54,7 @@ def ridden(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+WIDE = {"hidden_size": 630, "head_dim": 70, "intermediate_size": 1020}  # so that twelve bits save something
 EVEN = {"hidden_size": 144, "intermediate_size": 204}  # widths of products, on each of two ranks too
 
 
@@ -78,11 +80,11 @@ def served(group: Group, whole: Any) -> list[Output]:
     return serve(group, whole, partial(one_after_the_other, requests=REQUESTS), cache_tokens=6000, chunk=256, beside=40)
 
 
-@pytest.mark.parametrize(("ranks", "int8"), [(1, False), (2, False), (1, True)])
-def test_answers_are_those_of_steps_by_themselves(monkeypatch: pytest.MonkeyPatch, ridden: list[int], ranks: int, int8: bool) -> None:
-    whole = model(**EVEN)
-    if int8:
-        quantize_layers(whole)
+@pytest.mark.parametrize(("ranks", "keep"), [(1, None), (2, None), (1, quantize_layers), (1, compact_layers)])
+def test_answers_are_those_of_steps_by_themselves(monkeypatch: pytest.MonkeyPatch, ridden: list[int], ranks: int, keep: Any) -> None:
+    whole = model(**EVEN) if keep is not compact_layers else model(**WIDE)
+    if keep is not None:
+        assert keep(whole)
 
     def answers() -> dict[int, Any]:
         return numbers(served(single(), whole) if ranks == 1 else run_threads(served, ranks, whole)[0])

@@ -167,6 +167,13 @@ TRANSLATORS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Encoder-decoders."""
 
+OWN_CODE: dict[str, Callable[[], PreTrainedConfig]] = {
+    "mvp": lambda: tf.MvpConfig(**TWO_SIDED, max_position_embeddings=64),
+    "led": lambda: tf.LEDConfig(**TWO_SIDED, max_encoder_position_embeddings=64, max_decoder_position_embeddings=64, attention_window=4),
+    "fsmt": lambda: tf.FSMTConfig(**TWO_SIDED, langs=["en", "de"], src_vocab_size=101, tgt_vocab_size=101, max_position_embeddings=64),
+}
+"""Encoder-decoders whose attention is code of their own."""
+
 ENCODERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "bert": lambda: tf.BertConfig(**PLAIN),
     "bert-alone": lambda: tf.BertConfig(**PLAIN, architectures=["BertModel"]),

@@ -24,7 +24,7 @@ from colrow.planning.derive import derive
 from colrow.planning.models import build
 
 from . import tiny
-from .families import FAMILIES, TRANSLATORS
+from .families import FAMILIES, OWN_CODE, TRANSLATORS
 from .test_rarer_axes import minimax
 
 PAGE = """# Decoding by programs
@@ -41,7 +41,7 @@ float32 with the attention that transformers chooses by itself; the largest diff
 
 def models() -> dict[str, Any]:
     configs = {family: (lambda family=family: tiny.config(family)) for family in tiny.FAMILIES} | FAMILIES | {"minimax": minimax}
-    configs |= {family: make for family, make in TRANSLATORS.items() if family != "whisper"}  # which reads no tokens
+    configs |= {family: make for family, make in (TRANSLATORS | OWN_CODE).items() if family != "whisper"}  # which reads no tokens
     return dict(sorted(configs.items()))
 
 

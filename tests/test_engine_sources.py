@@ -26,19 +26,20 @@ from colrow.parallel.int8 import quantize_layers
 from colrow.planning.models import build
 from colrow.proof.noise import add_noise
 
-from .families import TRANSLATORS
+from .families import OWN_CODE, TRANSLATORS
 from .test_engine_batch import at_once, serve
 from .test_engine_program import exact, prepared, rows, split
 from .test_engine_program import whole as of_decoder
 from .test_engine_translate import request, speaking
 
 CASES = [(family, 2) for family in TRANSLATORS if family != "whisper"]
+CASES += [(family, ranks) for family in OWN_CODE for ranks in (1, 2)]
 CASES += [("t5", 1), ("t5", 4), ("t5", 7), ("bart", 1), ("bart", 7)]  # 6 heads: in fours and twos, and one more rank than heads
 PROMPTS = [[5, 7, 8], [9, 8, 7, 6, 5, 4, 3, 50, 60, 70, 80, 90], [11]]
 
 
 def whole(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = build(TRANSLATORS[family](), dtype=torch.float32).eval()
+    model = build((TRANSLATORS | OWN_CODE)[family](), dtype=torch.float32).eval()
     add_noise(model)
     return model.to(dtype)
 
@@ -58,6 +59,15 @@ def test_scores_are_the_modules(family: str, ranks: int) -> None:
 @pytest.mark.parametrize("family", ["t5", "bart", "marian"])
 def test_scores_in_16_bits(family: str, dtype: torch.dtype) -> None:
     assert prepared(whole(family, dtype), single()).why == ""
+
+
+def test_keys_that_others_are_put_in_front_of_are_not_the_caches() -> None:
+    """MVP with prompts: attention of its own, to more than what the encoder made and the cache holds."""
+    config = OWN_CODE["mvp"]()
+    config.use_prompt, config.prompt_length, config.prompt_mid_dim = True, 3, 20
+    model = build(config, dtype=torch.float32).eval()
+    add_noise(model)
+    assert prepared(model, single()).why == "its attention does cat with its keys, values or scores"
 
 
 def test_what_is_too_large_for_float16_is_what_t5_makes_of_it() -> None:
@@ -105,7 +115,11 @@ def test_greedy_tokens_are_the_modules(family: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "new"), [("t5", 2, 150), ("umt5", 3, 150), ("bart", 2, 60), ("m2m100", 2, 60), ("t5gemma", 2, 90)]
+    ("family", "ranks", "new"),
+    [
+        *(("t5", 2, 150), ("umt5", 3, 150), ("bart", 2, 60), ("m2m100", 2, 60), ("t5gemma", 2, 90)),
+        *(("mvp", 3, 60), ("led", 2, 60), ("fsmt", 2, 60)),
+    ],
 )
 def test_scores_are_the_modules_far_along(family: str, ranks: int, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the room of a slot, past a window, past the end of a T5's table and of where it was recorded. Tokens are drawn."""
@@ -166,7 +180,7 @@ def test_another_table_behind_a_bound_is_found() -> None:
     assert "looks at the position" in prepared(model, single()).why
 
 
-@pytest.mark.parametrize("family", ["t5", "marian"])
+@pytest.mark.parametrize("family", ["t5", "marian", "mvp"])
 def test_rows_bits_do_not_depend_on_their_company(family: str) -> None:
     model = whole(family, torch.bfloat16)
     program = prepared(model, single()).program

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..kernels.library import Op
+from ..planning.trace import leaves
 from .steps import Heads, Step, Steps
 from .tape import Attended, Cached, NotRecorded, Ran
 
@@ -45,7 +46,7 @@ _SHIFT = {"add", "sub", "masked_fill"}
 
 def cached(made: Steps, entry: Cached) -> None:
     """Notes what the model got from its cache, where that is more than the new position's."""
-    if entry.keys is not entry.k:
+    if entry.keys is not entry.k or entry.source:
         made.symbols[id(entry.keys)] = made.symbols[id(entry.values)] = _Held(entry)
 
 
@@ -73,7 +74,7 @@ def _by_distance(bias: torch.Tensor) -> torch.Tensor:
 
 def follow(made: Steps, op: Ran, windows: tuple[int, ...]) -> bool:
     """Whether the op is part of a model's own attention; then it has been followed."""
-    of = [made.symbols[id(x)] for x in op.args if id(x) in made.symbols]
+    of = [made.symbols[id(x)] for x in leaves(op.args, torch.Tensor) if id(x) in made.symbols]
     if not of:
         return False
     name = op.name.rstrip("_") if op.func._schema.is_mutable else op.name
@@ -155,9 +156,12 @@ def _fused(made: Steps, op: Ran, windows: tuple[int, ...]) -> None:
 
 def _attend(made: Steps, op: Ran, a: _Scores, windows: tuple[int, ...]) -> None:
     """What scores and values give."""
-    layer, k, v = a.cached.layer, a.cached.k, a.cached.v
-    new = (made.contiguous(made.shadow(x)) for x in (k, v))
-    facts = (len(a.kv_of), k.shape[1], k.shape[3], v.shape[3], windows[layer], 0, a.kv_of, a.scale, 0.0, None, _slopes(a))
+    layer, k, v, source, slopes = a.cached.layer, a.cached.k, a.cached.v, a.cached.source, _slopes(a)
+    if source and slopes:
+        raise NotRecorded("its attention adds to scores of an encoder's positions")
+    new = () if source else (made.contiguous(made.shadow(x)) for x in (k, v))
+    kv_heads, window = (0, 0) if source else (k.shape[1], windows[layer])
+    facts = (len(a.kv_of), kv_heads, k.shape[3], v.shape[3], window, 0, a.kv_of, a.scale, 0.0, None, slopes, None, source)
     made.steps.append(Step(Op.ATTEND, [made.new(op.outputs[0])], (a.q, *new), entry=Heads(layer, *facts)))
 
 

@@ -64,7 +64,7 @@ def find(entries: Iterable[Entry]) -> Found:
     """The attention calls that look at what a matrix makes of a cache."""
     out, at, seen = Found(), dict[int, _Layer](), dict[int, torch.Tensor]()
     for entry in entries:
-        if isinstance(entry, Cached) and entry.keys is entry.k:
+        if isinstance(entry, Cached) and entry.keys is entry.k and not entry.source:
             layer = _Layer(entry)
             first, second = layer.sizes
             for x, numbers in ((entry.k, torch.arange(first)), (entry.v, first + torch.arange(second))):

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -36,6 +37,9 @@ class Recorder(TorchDispatchMode):
         self.entries: list[Entry] = []
         self.past, self.own, self.length, self.cached = past, own, length, dict[int, Cached]()
         self.sources = None if source is None else {id(layer.keys): at for at, layer in enumerate(source.layers)}
+        if source is not None:  # for code that works on them itself
+            held = ((at, layer.keys, layer.values) for at, layer in enumerate(source.layers))
+            self.entries += [Cached(at, k, v, k, v, source=True) for at, k, v in held]
         self.quiet = 0
         self.problem = ""  # the first one; told at the end, as a rank that left in the middle would leave the others waiting
 
@@ -84,6 +88,23 @@ class Recorder(TorchDispatchMode):
         self.entries.append(replace(call, layer=layer, k=k, v=v, bias=added, source=source is not None))
 
 
+class Ranges(TorchFunctionMode):
+    """torch makes numbers of the ends of a range that it is given as tensors; while a step is recorded it counts from the first one on,
+    which is then followed as what it is."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.arange or len(args) != 2 or not isinstance(args[0], torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        self.recorder.quiet += 1
+        count = int(args[1] - args[0])
+        self.recorder.quiet -= 1
+        return torch.arange(count, **(kwargs or {})) + args[0]
+
+
 def has_own_attention(model: Any) -> bool:
     return not getattr(model, "_supports_attention_backend", True)
 
@@ -113,6 +134,7 @@ def record(model: Any, group: Group, forward: Forward, past: Any, token: int, pl
         stack.enter_context(_replaced(standins.active, "recorder", recorder))
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder)
+        stack.enter_context(Ranges(recorder))
         logits = forward.at(ids, positions, whole)
     if recorder.problem:
         raise NotRecorded(recorder.problem)

@@ -46,13 +46,15 @@ class Added:
 @dataclass(frozen=True)
 class Cached:
     """New keys k [1, KV, 1, d] and values v went into layer `layer` of the cache; the model got `keys` and `values` in their place: with
-    all positions before them where it has attention code of its own, else k and v themselves."""
+    all positions before them where it has attention code of its own, else k and v themselves. `source`: they are those of an encoder's
+    positions, which nothing is added to."""
 
     layer: int
     k: torch.Tensor
     v: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
+    source: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,11 @@ class Translate(Forward):
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         super().__init__(model)
         ids, mask = right_pad(prompts)
-        self._source = {"input_ids": ids.to(device)}
-        self._masked = {} if mask is None else {"attention_mask": mask.to(device)}
+        if (
+            model.dtype is torch.float64
+        ):  # whose lowest number the code of some multiplies it by: in float32, 0 times that is NaN (ProphetNet)
+            mask = mask.double()
+        self._source, self._mask = ids.to(device), mask.to(device)
         self._encoded: Any = None
         self.starts = [start_tokens(model) for _ in prompts]
 
@@ -44,9 +47,9 @@ class Translate(Forward):
     def _decoded(self, ids: torch.Tensor, more: dict[str, Any]) -> Any:
         with local_logits(self.model):
             if self._encoded is None:
-                self._encoded = encoded(self.model, self._source | self._masked)
+                self._encoded = encoded(self.model, {"input_ids": self._source, "attention_mask": self._mask})
             more["encoder_outputs"] = self._encoded
-            return self.model(**self._masked, decoder_input_ids=ids, use_cache=True, **more)
+            return self.model(attention_mask=self._mask, decoder_input_ids=ids, use_cache=True, **more)
 
 
 def taken_apart(model: Any, request: Request) -> Request:
@@ -66,11 +69,8 @@ def start_tokens(model: Any) -> list[int]:
     return [start]
 
 
-def right_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """ids and mask [rows, longest]. Padding is on the right, so that an encoder's positions count from the first token. Without padding the
-    mask is None: of one that hides nothing, ProphetNet's code in float64 makes NaN (0 times what float32 cannot hold)."""
+def right_pad(prompts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and mask [rows, longest]. Padding is on the right, so that an encoder's positions count from the first token."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts])
-    if min(map(len, prompts)) == longest:
-        return ids, None
     return ids, torch.tensor([[1] * len(p) + [0] * (longest - len(p)) for p in prompts])

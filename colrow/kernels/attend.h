@@ -43,6 +43,39 @@ INLINE float dot(const float *q, const void *key, int dtype, int64_t at, int64_t
     return total(sum) + rest;
 }
 
+/* out [count] = q times each of `count` keys. Sixteen at a time; the last ones with some of those before them. */
+INLINE void dots(const float *q, const void *keys, int dtype, int64_t at, int64_t d, int64_t count, float *out) {
+    const int together = d % LANES == 0 && count >= LANES;
+    for (int64_t next = 0; together && next < count; next += LANES) {
+        const int64_t p = next + LANES <= count ? next : count - LANES;
+        Floats sum[LANES];
+        _Pragma("GCC unroll 16") for (int j = 0; j < LANES; j++) sum[j] = (Floats){0};
+        for (int64_t i = 0; i < d; i += LANES) {
+            const Floats of = load_f32(q + i);
+            _Pragma("GCC unroll 16") for (int j = 0; j < LANES; j++) sum[j] += of * load(keys, dtype, at + (p + j) * d + i);
+        }
+        store_f32(out + p, totals(sum));
+    }
+    for (int64_t p = 0; !together && p < count; p++) out[p] = dot(q, keys, dtype, at + p * d, d);
+}
+
+/* out [d] += the values of `count` positions, each times its weight. */
+INLINE void weighted(const float *weights, const void *values, int dtype, int64_t at, int64_t d, int64_t count, float *out) {
+    enum { SIDE = 4 }; /* vectors that stay in registers */
+    int64_t i = 0;
+    for (; i + SIDE * LANES <= d; i += SIDE * LANES) {
+        Floats sum[SIDE];
+        _Pragma("GCC unroll 4") for (int j = 0; j < SIDE; j++) sum[j] = load_f32(out + i + j * LANES);
+        for (int64_t p = 0; p < count; p++) {
+            const float weight = weights[p];
+            _Pragma("GCC unroll 4") for (int j = 0; j < SIDE; j++) sum[j] += weight * load(values, dtype, at + p * d + i + j * LANES);
+        }
+        _Pragma("GCC unroll 4") for (int j = 0; j < SIDE; j++) store_f32(out + i + j * LANES, sum[j]);
+    }
+    for (int64_t p = 0; i < d && p < count; p++)
+        for (int64_t k = i; k < d; k++) out[k] += weights[p] * get(values, dtype, at + p * d + k);
+}
+
 /* Positions `first` to `last`, which is the new one and one more. `rest`: the keys' second part, where they have one. */
 INLINE void one_head(const Attention *t, int dtype, int64_t head, const float *q, const void *keys, const void *values, const void *rest,
                      int64_t first, int64_t last, float *out) {
@@ -53,11 +86,13 @@ INLINE void one_head(const Attention *t, int dtype, int64_t head, const float *q
     for (int64_t start = first; start < last; start += POSITIONS) {
         const int64_t count = last - start < POSITIONS ? last - start : POSITIONS;
         float top = best;
-        for (int64_t p = 0; p < count; p++) {
-            float score = dot(q, keys, dtype, (start + p) * own, own);
-            if (other) score += dot(q + own, rest, dtype, (start + p) * other, other);
-            scores[p] = t->scale * score + slope * (float)(start + p + 1 - last);
+        dots(q, keys, dtype, start * own, own, count, scores);
+        if (other) {
+            float more[POSITIONS];
+            dots(q + own, rest, dtype, start * other, other, count, more);
+            for (int64_t p = 0; p < count; p++) scores[p] += more[p];
         }
+        for (int64_t p = 0; p < count; p++) scores[p] = t->scale * scores[p] + slope * (float)(start + p + 1 - last);
         if (bias)
             for (int64_t p = 0; p < count; p++) {
                 const int64_t back = last - 1 - (start + p);
@@ -71,11 +106,7 @@ INLINE void one_head(const Attention *t, int dtype, int64_t head, const float *q
         sum *= shrink;
         for (int64_t p = 0; p < count; p++) sum += scores[p];
         for (int64_t i = 0; i < d; i++) out[i] *= shrink;
-        for (int64_t p = 0; p < count; p++) {
-            const float weight = scores[p];
-            const int64_t at = (start + p) * d;
-            for (int64_t i = 0; i < d; i++) out[i] += weight * get(values, dtype, at + i);
-        }
+        weighted(scores, values, dtype, start * d, d, count, out);
         best = top;
     }
     for (int64_t i = 0; i < d; i++) out[i] /= sum;

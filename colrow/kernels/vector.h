@@ -73,6 +73,29 @@ INLINE float total(Floats v) {
     return v[0];
 }
 
+/* What `total` gives of each of sixteen, to the bit: halves of two vectors are added side by side, until a lane is left of each. */
+#if defined(__clang__) || __GNUC__ >= 12
+#define HALVED(TO, FROM, COUNT, LOW, HIGH) \
+    for (int i = 0; i < COUNT; i++) TO[i] = __builtin_shufflevector(FROM[i], FROM[i + COUNT], LOW) + __builtin_shufflevector(FROM[i], FROM[i + COUNT], HIGH);
+#define LIST(...) __VA_ARGS__
+INLINE Floats totals(const Floats v[LANES]) {
+    Floats a[8], b[4], c[2], d[1];
+    HALVED(a, v, 8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23), LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+    HALVED(b, a, 4, LIST(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27), LIST(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+    HALVED(c, b, 2, LIST(0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29), LIST(2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
+    HALVED(d, c, 1, LIST(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30), LIST(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
+    return __builtin_shufflevector(d[0], d[0], 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15);
+}
+#undef HALVED
+#undef LIST
+#else
+INLINE Floats totals(const Floats v[LANES]) {
+    Floats sums;
+    for (int i = 0; i < LANES; i++) sums[i] = total(v[i]);
+    return sums;
+}
+#endif
+
 INLINE float from_bf16(uint16_t value) {
     uint32_t bits = (uint32_t)value << 16;
     float f;

@@ -43,6 +43,26 @@ INLINE float dot(const float *q, const void *key, int dtype, int64_t at, int64_t
     return total(sum) + rest;
 }
 
+/* sum [16] += q times each of sixteen keys, from the `i`-th number to the last of whole vectors. */
+INLINE void dots_of(const float *q, const void *keys, int dtype, int64_t at, int64_t d, Floats *sum) {
+    int64_t i = 0;
+#if PARTS
+    for (; dtype == BF16 && i + 2 * LANES <= d; i += 2 * LANES) {
+        Floats of[2], key[2];
+        part(q + i, &of[0], &of[1]);
+        _Pragma("GCC unroll 16") for (int j = 0; j < LANES; j++) {
+            load_pairs((const uint16_t *)keys + at + j * d + i, &key[0], &key[1]);
+            sum[j] += of[0] * key[0];
+            sum[j] += of[1] * key[1];
+        }
+    }
+#endif
+    for (; i < d; i += LANES) {
+        const Floats of = load_f32(q + i);
+        _Pragma("GCC unroll 16") for (int j = 0; j < LANES; j++) sum[j] += of * load(keys, dtype, at + j * d + i);
+    }
+}
+
 /* out [count] = q times each of `count` keys. Sixteen at a time; the last ones with some of those before them. */
 INLINE void dots(const float *q, const void *keys, int dtype, int64_t at, int64_t d, int64_t count, float *out) {
     const int together = d % LANES == 0 && count >= LANES;
@@ -50,27 +70,32 @@ INLINE void dots(const float *q, const void *keys, int dtype, int64_t at, int64_
         const int64_t p = next + LANES <= count ? next : count - LANES;
         Floats sum[LANES];
         _Pragma("GCC unroll 16") for (int j = 0; j < LANES; j++) sum[j] = (Floats){0};
-        for (int64_t i = 0; i < d; i += LANES) {
-            const Floats of = load_f32(q + i);
-            _Pragma("GCC unroll 16") for (int j = 0; j < LANES; j++) sum[j] += of * load(keys, dtype, at + (p + j) * d + i);
-        }
+        dots_of(q, keys, dtype, at + p * d, d, sum);
         store_f32(out + p, totals(sum));
     }
     for (int64_t p = 0; !together && p < count; p++) out[p] = dot(q, keys, dtype, at + p * d, d);
 }
 
-/* out [d] += the values of `count` positions, each times its weight. */
+/* out [d] += the values of `count` positions, each times its weight. Sums stay in registers, a few at a time. */
 INLINE void weighted(const float *weights, const void *values, int dtype, int64_t at, int64_t d, int64_t count, float *out) {
-    enum { SIDE = 4 }; /* vectors that stay in registers */
+    enum { SIDE = 4 };
     int64_t i = 0;
-    for (; i + SIDE * LANES <= d; i += SIDE * LANES) {
-        Floats sum[SIDE];
-        _Pragma("GCC unroll 4") for (int j = 0; j < SIDE; j++) sum[j] = load_f32(out + i + j * LANES);
-        for (int64_t p = 0; p < count; p++) {
-            const float weight = weights[p];
-            _Pragma("GCC unroll 4") for (int j = 0; j < SIDE; j++) sum[j] += weight * load(values, dtype, at + p * d + i + j * LANES);
-        }
-        _Pragma("GCC unroll 4") for (int j = 0; j < SIDE; j++) store_f32(out + i + j * LANES, sum[j]);
+#if PARTS
+    for (; dtype == BF16 && i + SIDE * LANES <= d; i += SIDE * LANES) {
+        Floats sum[SIDE], value[2];
+        _Pragma("GCC unroll 2") for (int j = 0; j < SIDE; j += 2) part(out + i + j * LANES, &sum[j], &sum[j + 1]);
+        for (int64_t p = 0; p < count; p++)
+            _Pragma("GCC unroll 2") for (int j = 0; j < SIDE; j += 2) {
+                load_pairs((const uint16_t *)values + at + p * d + i + j * LANES, &value[0], &value[1]);
+                sum[j] += weights[p] * value[0], sum[j + 1] += weights[p] * value[1];
+            }
+        _Pragma("GCC unroll 2") for (int j = 0; j < SIDE; j += 2) join(out + i + j * LANES, sum[j], sum[j + 1]);
+    }
+#endif
+    for (; i + LANES <= d; i += LANES) {
+        Floats sum = load_f32(out + i);
+        for (int64_t p = 0; p < count; p++) sum += weights[p] * load(values, dtype, at + p * d + i);
+        store_f32(out + i, sum);
     }
     for (int64_t p = 0; i < d && p < count; p++)
         for (int64_t k = i; k < d; k++) out[k] += weights[p] * get(values, dtype, at + p * d + k);

@@ -58,6 +58,12 @@ static double now(clockid_t clock) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
+SIMD static void sent(void *to, int dtype, int64_t at, const float *from, int64_t n) { put(to, dtype, at, from, n); }
+
+SIMD static void received(float *to, const void *from, int dtype, int64_t at, int64_t n) {
+    for (int64_t i = 0; i < n; i++) to[i] = get(from, dtype, at + i);
+}
+
 /* 0, or why the run stops here. `resumed`: it stopped here before. */
 static int64_t reduce(Program *p, const Instruction *at, const Row *rows, int count, int resumed) {
     Sum *sum = at->more;
@@ -71,7 +77,7 @@ static int64_t reduce(Program *p, const Instruction *at, const Row *rows, int co
         }
         char *slot = p->group ? p->buffer(p->group, (uint64_t)bytes) : NULL;
         p->sent = slot ? slot : p->payload;
-        for (int r = 0; r < count; r++) put(p->sent, (int)p->payload_dtype, r * n, place(&at->a, rows[r].arena), n);
+        for (int r = 0; r < count; r++) sent(p->sent, (int)p->payload_dtype, r * n, place(&at->a, rows[r].arena), n);
     }
     if (p->group) {
         const double begun = now(CLOCK_MONOTONIC), waited = *(const double *)p->group;
@@ -83,10 +89,7 @@ static int64_t reduce(Program *p, const Instruction *at, const Row *rows, int co
         sum->calls++;
         sum->ended = now(CLOCK_REALTIME);
     } else if (!resumed) return SUM_DUE;
-    for (int r = 0; r < count; r++) {
-        float *to = place(&at->out, rows[r].arena);
-        for (int64_t i = 0; i < n; i++) to[i] = get(p->payload, (int)p->payload_dtype, r * n + i);
-    }
+    for (int r = 0; r < count; r++) received(place(&at->out, rows[r].arena), p->payload, (int)p->payload_dtype, r * n, n);
     return 0;
 }
 

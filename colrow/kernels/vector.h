@@ -88,7 +88,28 @@ INLINE Floats totals(const Floats v[LANES]) {
 }
 #undef HALVED
 #undef LIST
+
+/* Thirty-two bfloat16 as they lie in memory: those at even places and those at odd ones, which takes less than to spread them. */
+INLINE void load_pairs(const uint16_t *at, Floats *even, Floats *odd) {
+    Words both;
+    memcpy(&both, at, sizeof both);
+    *even = (Floats)(both << 16), *odd = (Floats)(both & 0xffff0000u);
+}
+
+/* Thirty-two numbers parted like that, and joined again. */
+INLINE void part(const float *at, Floats *even, Floats *odd) {
+    const Floats a = load_f32(at), b = load_f32(at + LANES);
+    *even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    *odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+INLINE void join(float *at, Floats even, Floats odd) {
+    store_f32(at, __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    store_f32(at + LANES, __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+}
+#define PARTS 1
 #else
+#define PARTS 0
 INLINE Floats totals(const Floats v[LANES]) {
     Floats sums;
     for (int i = 0; i < LANES; i++) sums[i] = total(v[i]);

@@ -107,6 +107,18 @@ def test_where_a_models_generate_drops_its_cache_so_does_the_engine(bordered: An
     assert run_threads(rank, 2) == [expected, expected]
 
 
+def test_what_decides_between_frequencies_is_no_part_of_a_program() -> None:
+    """In float32, where programs are made: on both sides of the border the modules run."""
+    model = tiny.whole(BORDERS["phi3"](), torch.float32, attention=None)
+    for p in model.parameters():
+        p.data.mul_(4)
+    engine = Engine(model, single())
+    steps = generate(model, single(), [PROMPT[:7]], limits=Limits(16), decoder=engine.decoder)
+    assert [step.tokens[0] for step in steps] == reference(model, PROMPT[:7], 16)
+    assert engine.decoder.program is None
+    assert "writes to a constant" in engine.decoder.why or "looks at the position" in engine.decoder.why
+
+
 def test_rows_of_other_lengths_are_computed_again_at_the_width_of_all(bordered: Any) -> None:
     prompts = [PROMPT[:4], PROMPT[:9]]
     ids, mask = left_pad(prompts, 0)

@@ -49,7 +49,9 @@ def show(
     name: str, config: PreTrainedConfig, plan: Plan, dtype: str, machine: Machine, asked: Asked, html_file: Path | None, full: bool = False
 ) -> None:
     """The verdict and what it rests on; with `full` also every parameter, what a rank holds, and what moves."""
-    size = the_dtype(dtype, config).itemsize
+    kind = the_dtype(dtype, config)
+    size = kind.itemsize
+    machine = machine if str(kind) == "torch.bfloat16" else machine.plain
     if asked.train:
         require_text(config, "plan --train")
     if not generates(config):
@@ -61,7 +63,7 @@ def show(
             say(line)
         return
     question = Question(asked.batch, asked.seq, asked.train, size, asked.memory)
-    study = Study.of(config, plan, machine, question, sampling(config), lambda p: _kept(config, p, asked, the_dtype(dtype, config)))
+    study = Study.of(config, plan, machine, question, sampling(config), lambda p: _kept(config, p, asked, kind))
     if full:
         say(f"{plan}\n")
         for line in (*memory_lines(study), "", *traffic_lines(study)):
@@ -95,6 +97,9 @@ def head_lines(study: Study) -> list[str]:
         first,
         f"  {who} {each}{of} of weights at {q.dtype_bytes} bytes, {amount(max(row.cache_per_token))} of {_keeps(study)} a token",
     ]
+    if row.compact and not q.train:
+        held = amount(max(m.parameters for m in row.memory))
+        lines.append(f"  so much while it opens; then, with weights of linear layers in 12 bits, {held} while it serves")
     blocks = cost.total(row.traffic, "ring", "blocks")
     if blocks.calls:
         text = f"  a decoded token makes {blocks.calls} collectives in the blocks, {amount(blocks.logical_bytes)}; a ring sends"
@@ -164,13 +169,14 @@ def _keeps(study: Study) -> str:
 def memory_lines(study: Study) -> list[str]:
     """Of each rank of the plan; alike ranks on one line."""
     row, q = study.row, study.question
-    parameters = cost.parameter_bytes(row.plan, q.dtype_bytes)
     each: dict[str, list[int]] = {}
     for rank, held in enumerate(row.memory):
         cache = f"{amount(row.cache_per_token[rank])} of {_keeps(study)} a token"
-        text = f"{amount(parameters[rank])} of parameters, {cache}, {amount(held.total)} in all"
+        opening = f" ({amount(held.opening)} while it opens)" if held.opening else ""
+        text = f"{amount(held.parameters)} of parameters{opening}, {cache}, {amount(held.total)} in all"
         each.setdefault(text, []).append(rank)
-    lines = [f"in memory, at {q.dtype_bytes} bytes an element, {q.batch} x {q.context:,} tokens"]
+    kept = ", weights of linear layers in 12 bits" if row.compact else ""
+    lines = [f"in memory, at {q.dtype_bytes} bytes an element{kept}, {q.batch} x {q.context:,} tokens"]
     lines += [f"  rank{'s' * (len(ranks) > 1)} {runs(ranks)}: {text}" for text, ranks in each.items()]
     if row.training:
         held = max(row.training, key=lambda m: m.total)
@@ -221,12 +227,14 @@ def time_lines(study: Study) -> list[str]:
     device, link, q = study.machine.device, study.machine.link, study.question
     reached = f"{100 * device.efficiency[0]:.0f} % of its {amount(device.read)}/s and {100 * device.efficiency[1]:.0f} % of its products"
     taken = "as measured" if device.efficiency == (1.0, 1.0) else f"{reached} taken as reached"
-    said = f"by degree, predicted for {device.words} ({taken}) and {link.words}; in brackets what takes longest"
+    those = ", ".join(f"tp={n}" for n, row in study.rows.items() if row.compact)
+    kept = f"; decoding reads weights of linear layers in 12 bits at {those} (one thread a rank)" if those else ""
+    said = f"by degree, predicted for {device.words} ({taken}) and {link.words}; in brackets what takes longest{kept}"
     lines = textwrap.wrap(said, 110, subsequent_indent="  ")
     head = ("tp", "decode tokens/s", "prefill tokens/s", "fullest rank", "context that fits")
     rows: list[tuple[str, ...]] = [head + (("a step",) if q.train else ())]
     for n, row in study.rows.items():
-        largest = max(m.total for m in row.training or row.memory)
+        largest = max(m.most for m in row.training or row.memory)
         room = "any" if row.largest_context == memory.LONGEST else f"{row.largest_context:,}" if row.largest_context else "none"
         times = (f"{verdict.number(t.tokens_per_second)} ({t.rules})" for t in (row.decode, row.prefill))
         cells: tuple[str, ...] = (f"{n}{'  <' if n == study.ranks else ''}", *times)

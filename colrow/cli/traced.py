@@ -42,8 +42,8 @@ class Watch:
             return
         if self.group.device.type == "cpu":
             yield Stage("calibrate")
-            mine = calibrate.measure(self.group, torch.float32, 0.1)
-            paced = None if program is None else pace.measure(self.group, program.dtype, 0.1, program.int8)
+            mine = calibrate.measure(self.group, torch.float32 if program is None else program.dtype, 0.1)
+            paced = None if program is None else pace.measure(self.group, program.dtype, 0.1, program.int8, program.compact)
             found = gather_objects((mine, paced), self.group, "trace.calibrate")
             kind, programs = self.group.transport.kind, [p for _, p in found if p is not None]
             by_program = Machine(*pace.presets(programs, kind, 0.0)) if programs else None

@@ -1,9 +1,9 @@
 """Pace: measures how fast the engine's programs in C run on this machine, as calibrate.py does it for the models' modules.
 
 All ranks measure at the same time, with as many threads as they decode with, and with the kernels that a program would use. Weights are
-read by a program of products alone; sums follow products, as they do in a model; the rest is taken from steps of a small model (calibrate's
-`REFERENCE`), between which so much is read that nothing is left in the caches, as after a step of a large model. Not here: predictions
-(planning/program.py).
+read by a program of products alone, in the form that a model's are kept in; sums follow products, as they do in a model; the rest is taken
+from steps of a small model (calibrate's `REFERENCE`), between which so much is read that nothing is left in the caches, as after a step of
+a large model. Not here: predictions (planning/program.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from ..checkpoint.pages import empty
 from ..comm import collectives
 from ..comm.group import Call, Group
+from ..kernels import compact as kernel
 from ..kernels.library import Op
 from ..parallel import build
+from ..parallel.compact import usable
 from ..parallel.int8 import quantize
 from ..planning.links import Device, Link
 from . import calibrate, pieces
@@ -49,7 +52,8 @@ TIMES = 6  # sums in one run
 class Paced:
     """Of one rank: bytes of weights read a second where all read `READ`, operations a second of further sequences, numbers of keys and
     values looked at a second, seconds of an instruction between products, of choosing for each score, of a step beside its instructions
-    (behind the least and the most of `READ`) and of a further sequence there, and of sums of `SIZES` (none on one rank)."""
+    (behind the least and the most of `READ`) and of a further sequence there, and of sums of `SIZES` (none on one rank).
+    `compact`: this processor can have bfloat16 weights in 12 bits each. `cores`: that the rank may run on; others may have others."""
 
     reads: tuple[float, ...]
     flops: float
@@ -59,17 +63,23 @@ class Paced:
     steps: tuple[float, float]
     row: float
     sums: tuple[float, ...]
+    compact: bool = False
+    cores: frozenset[int] = frozenset()
 
 
-def measure(group: Group, dtype: torch.dtype = torch.float32, seconds: float = 0.5, int8: bool = False) -> Paced:
-    """For programs of models in `dtype`, a dtype that there are programs for; `int8`: with weights of eight bits. Takes about five times
-    `seconds`. A collective of all ranks."""
-    weights = _weights(torch.int8 if int8 else dtype, READ[-1] // group.size)
+def measure(
+    group: Group, dtype: torch.dtype = torch.float32, seconds: float = 0.5, int8: bool = False, compact: bool | None = None
+) -> Paced:
+    """For programs of models in `dtype`, a dtype that there are programs for; `int8`: with weights of eight bits; `compact`: of twelve, by
+    default where the engine keeps them so. Takes about five times `seconds`. A collective of all ranks."""
+    if compact is None:
+        compact = dtype is torch.bfloat16 and not int8 and usable()
+    weights = _weights(torch.int8 if int8 else dtype, READ[-1] // group.size, compact)
     readers = [_made([_product(w) for w in weights[: max(1, len(weights) * size // READ[-1])]], group, dtype) for size in READ]
     reads = tuple(_read(reader, group, seconds / 3) for reader in readers)
     flops = _further(readers[-1], group, seconds / 3)
     summed = tuple(_sum(group, weights, dtype, size, seconds / 3) for size in SIZES) if group.size > 1 else ()
-    return Paced(reads, flops, *_reference(readers, group, dtype, seconds), summed)
+    return Paced(reads, flops, *_reference(readers, group, dtype, seconds), summed, kernel.library() is not None, _cores())
 
 
 def presets(results: list[Paced], kind: str, memory: float) -> tuple[Device, Link]:
@@ -87,10 +97,15 @@ def presets(results: list[Paced], kind: str, memory: float) -> tuple[Device, Lin
         steps=tuple((float(READ[at]), max(r.steps[at] for r in results)) for at in (0, -1)),
         per_score=score,
         per_row=row,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=max(len(frozenset().union(*(r.cores for r in results))), 1),
+        compact=all(r.compact for r in results),
     )
     times = [(size, max(r.sums[at] for r in results)) for at, size in enumerate(SIZES)] if n > 1 else []
     return device, calibrate.link(n, kind, source, times)
+
+
+def _cores() -> frozenset[int]:
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 # ---- Programs made by hand ----
@@ -111,13 +126,15 @@ class _NoCache:
         pass
 
 
-def _weights(dtype: torch.dtype, size: int) -> list[Matrix]:
-    def one() -> Matrix:
-        ones = torch.ones(WIDTH, WIDTH, dtype=torch.float32 if dtype is torch.int8 else dtype)
-        numbers, scales = quantize(ones) if dtype is torch.int8 else (ones, None)
-        return Matrix(numbers, ones.shape, scales)
-
-    return [one() for _ in range(max(1, size // (WIDTH * WIDTH * dtype.itemsize)))]
+def _weights(dtype: torch.dtype, size: int, compact: bool = False) -> list[Matrix]:
+    """As many as take `size` bytes, each with memory of its own, of the same random numbers: what is listed beside compact ones, and how
+    long it takes, hangs on them."""
+    drawn = torch.randn(WIDTH, WIDTH) / WIDTH**0.5
+    numbers, beside = quantize(drawn) if dtype is torch.int8 else (drawn.to(dtype), None)
+    if compact and (found := kernel.compact(numbers)) is not None:
+        numbers, beside = found
+    first = Matrix(numbers, drawn.shape, beside)
+    return [replace(first, values=empty(numbers.shape, numbers.dtype).copy_(numbers)) for _ in range(max(1, size // numbers.nbytes))]
 
 
 def _product(weight: Matrix) -> Step:

@@ -39,7 +39,8 @@ class Program:
 
     def __init__(self, compiled: Compiled, group: Group, dtype: torch.dtype, threads: int = 1) -> None:
         self.compiled, self._group, self.dtype = compiled, group, dtype
-        self.int8 = any(weight.values.dtype is torch.int8 for step in compiled.steps for weight in step.weights)
+        kinds = {weight.values.dtype for step in compiled.steps for weight in step.weights}
+        self.int8, self.compact = torch.int8 in kinds, torch.uint8 in kinds
         self._arena = Arena(compiled)
         self._light = Light(compiled, self._arena, ROWS)
         self.code, self._keep = code(compiled, self._arena, dtype)

@@ -40,9 +40,14 @@ def uncompacted(values: torch.Tensor, beside: torch.Tensor, rows: int, n: int, d
     return kernel.rows(values, beside, torch.empty(rows, n, dtype=dtype))
 
 
+def usable() -> bool:
+    """Whether this rank keeps bfloat16 weights so: by its processor and its threads."""
+    return kernel.library() is not None and torch.get_num_threads() <= many.MOST
+
+
 def compact_layers(model: nn.Module) -> Compacted | None:
     """Every nn.Linear and Conv1D of the model that this pays for, in place, layer by layer. None where there is none."""
-    if torch.get_num_threads() > many.MOST:
+    if not usable():
         return None
     made: dict[tuple[int, torch.Size], tuple[torch.Tensor, torch.Tensor] | None] = {}  # a weight that layers share is made compact once
     count = before = nbytes = 0

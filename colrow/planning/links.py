@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from math import ceil, inf
 from pathlib import Path
@@ -69,6 +69,11 @@ class Device:
     per_score: float = 0.0  # and to choose, for each score of a rank
     per_row: float = 0.0  # and for each further sequence of a step, beside its instructions
     cores: int = 0  # that ranks share, where their attention is looked at; 0: each has its own
+    compact: bool = False  # of programs: bfloat16 weights of linear layers are kept in 12 bits by ranks of one thread (planning/compact.py)
+
+    def keeps_compact(self, ranks: int) -> bool:
+        """Whether so many ranks, which share out the cores, keep weights in 12 bits."""
+        return self.compact and self.cores // ranks <= 1
 
     def reading(self, size: float) -> float:
         """Bytes per second while all ranks together read `size` bytes in turn, part of which a cache may keep for the next time."""
@@ -178,6 +183,16 @@ class Machine:
     def domain(self) -> int:
         """Devices that meet without leaving their host; 0: any number."""
         return self.per_host or self.link.domain
+
+    @property
+    def plain(self) -> Machine:
+        """The same for other weights than bfloat16 ones."""
+        if self.program is None:
+            return self
+        return replace(self, program=replace(self.program, device=replace(self.program.device, compact=False)))
+
+    def keeps_compact(self, ranks: int) -> bool:
+        return self.program is not None and self.program.device.keeps_compact(ranks)
 
     def hosts(self, ranks: int) -> int:
         return ceil(ranks / self.domain) if self.domain else 1

@@ -7,6 +7,7 @@ here: what the allocator and the libraries take on top; `RESERVE` stands for it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -22,7 +23,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """Bytes of one rank. `opening`: at most while the model is read, where weights are kept in fewer bits only then (compact.py)."""
 
     parameters: int
     cache: int = 0
@@ -30,19 +31,32 @@ class Memory:
     gradients: int = 0
     optimizer: int = 0
     buffers: int = 0
+    opening: int = 0
 
     @property
     def total(self) -> int:
         return self.parameters + self.cache + self.activations + self.gradients + self.optimizer + self.buffers
 
+    @property
+    def most(self) -> int:
+        return max(self.total, self.opening)
+
     def fits(self, size: float) -> bool:
         """Whether it leaves the reserve free on a device of `size` bytes."""
-        return self.total <= size * (1 - RESERVE)
+        return self.most <= size * (1 - RESERVE)
 
 
-def serving(plan: Plan, kept: tuple[Heads, ...], batch: int, context: int, dtype_bytes: int = 2, step: int | None = None) -> list[Memory]:
+def serving(
+    plan: Plan,
+    kept: tuple[Heads, ...],
+    batch: int,
+    context: int,
+    dtype_bytes: int = 2,
+    step: int | None = None,
+    held: Sequence[int] | None = None,
+) -> list[Memory]:
     """Of each rank when `batch` sequences have reached `context` tokens and `step` tokens go through at once (a prompt; the context, or a
-    piece of 2048 if that is less).
+    piece of 2048 if that is less). `held`: bytes of the parameters once they are kept in fewer bits than they are read in.
 
     Activations: the widest value that a block holds at once, input and output with it; buffers: the largest collective, twice.
     """
@@ -52,7 +66,13 @@ def serving(plan: Plan, kept: tuple[Heads, ...], batch: int, context: int, dtype
     width = plan.each(lambda rank: _width(plan, rank))
     moved = max((p.logical_bytes for p in cost.predict(plan, 1, rows, "prefill", dtype_bytes, whole_logits=False)), default=0)
     return [
-        Memory(parameters[r], cache[r] * batch, rows * width[r] * dtype_bytes, buffers=2 * moved if plan.ranks > 1 else 0)
+        Memory(
+            held[r] if held else parameters[r],
+            cache[r] * batch,
+            rows * width[r] * dtype_bytes,
+            buffers=2 * moved if plan.ranks > 1 else 0,
+            opening=parameters[r] if held else 0,
+        )
         for r in range(plan.ranks)
     ]
 
@@ -85,15 +105,17 @@ def training(plan: Plan, dtype_bytes: int = 2, optimizer: str = "adamw", activat
 LONGEST = 1 << 31
 
 
-def largest_context(plan: Plan, kept: tuple[Heads, ...], size: float, batch: int = 1, dtype_bytes: int = 2) -> int:
+def largest_context(
+    plan: Plan, kept: tuple[Heads, ...], size: float, batch: int = 1, dtype_bytes: int = 2, held: Sequence[int] | None = None
+) -> int:
     """Tokens of each of `batch` sequences that fit into `size` bytes on every rank; 0 where the model does not fit at all, `LONGEST` where
     nothing grows."""
-    with_one = serving(plan, kept, batch, 1, dtype_bytes, 2048)
+    with_one = serving(plan, kept, batch, 1, dtype_bytes, 2048, held)
     first = cache_bytes(plan, kept, 1, dtype_bytes)
 
     def fits(context: int) -> bool:
         each = zip(with_one, first, cache_bytes(plan, kept, context, dtype_bytes), strict=True)
-        return all(m.total + batch * (grown - one) <= size * (1 - RESERVE) for m, one, grown in each)
+        return all(max(m.total + batch * (grown - one), m.opening) <= size * (1 - RESERVE) for m, one, grown in each)
 
     if not fits(1) or fits(LONGEST):
         return LONGEST if fits(1) else 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from . import cost
+from . import compact, cost
 from .links import Machine
 from .plan import Plan
 from .timing import Time, collectives, looked_at, weights
@@ -33,15 +33,16 @@ class Work:
     scores: float
 
 
-def works(plan: Plan, model: Model, batch: int, context: int, dtype_bytes: int) -> list[Work]:
-    """Of every rank, as the plan says it. Behind `context` tokens."""
+def works(plan: Plan, model: Model, batch: int, context: int, dtype_bytes: int, keeps_compact: bool = False) -> list[Work]:
+    """Of every rank, as the plan says it. Behind `context` tokens. `keeps_compact`: its weights are bfloat16, linear layers' in 12 bits."""
 
     def work(rank: int) -> Work:
         elements, operations = weights(plan.tensors.values(), model, rank, batch, batch)
         numbers = looked_at(plan, model, rank, context + 1, latents=True)
         head = [t for t in plan.tensors.values() if t.name in model.head]
         scores = head[0].partition.local_shape(head[0].shape, rank)[0] if head else 0
-        return Work(elements * dtype_bytes, operations / batch, numbers, model.instructions, scores)
+        less = compact.saved(plan, model, rank) if keeps_compact else 0
+        return Work(elements * dtype_bytes - less, operations / batch, numbers, model.instructions, scores)
 
     return plan.each(work)
 
@@ -62,6 +63,8 @@ def time(found: Sequence[Work], sums: Sequence[cost.Predicted], machine: Machine
 
 
 def decode(plan: Plan, model: Model, machine: Machine, batch: int, context: int, dtype_bytes: int = 2) -> Time:
-    """One token for each of `batch` sequences behind `context` tokens; how ranks agree on it is in `Device.steps`."""
+    """One token for each of `batch` sequences behind `context` tokens; how ranks agree on it is in `Device.steps`. Weights of two bytes are
+    bfloat16, unless the machine is made `plain`."""
     sums = cost.predict(plan, batch, context, "decode", dtype_bytes, whole_logits=False)
-    return time(works(plan, model, batch, context, dtype_bytes), sums, machine, batch)
+    keeps_compact = dtype_bytes == compact.PLAIN and machine.device.keeps_compact(plan.ranks)
+    return time(works(plan, model, batch, context, dtype_bytes, keeps_compact), sums, machine, batch)

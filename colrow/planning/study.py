@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from . import cost, degrees, kept, memory, program, timing, workload
+from . import compact, cost, degrees, kept, memory, program, timing, workload
 from .links import Machine
 from .memory import Memory
 from .plan import Plan
@@ -31,7 +31,8 @@ Activations = Callable[[Plan], list[int]]
 
 @dataclass(frozen=True)
 class Question:
-    """batch sequences of `context` tokens; `train`: also a training step; `dtype_bytes` of parameters and cache."""
+    """batch sequences of `context` tokens; `train`: also a training step; `dtype_bytes` of parameters and cache; two
+    are bfloat16's, unless the machine is made `plain`."""
 
     batch: int = 1
     context: int = 4096
@@ -56,6 +57,7 @@ class Row:
     step: timing.Time | None = None
     training: tuple[Memory, ...] = ()
     modules: timing.Time | None = None
+    compact: bool = False  # linear layers' weights are kept in 12 bits while it serves
 
     @property
     def ranks(self) -> int:
@@ -106,7 +108,9 @@ class Study:
 
 def _row(plan: Plan, model: workload.Model, machine: Machine, q: Question, sampling: Sampling, activations: Activations) -> Row:
     n, size = plan.ranks, q.dtype_bytes
-    held = tuple(memory.serving(plan, model.heads, q.batch, q.context, size))
+    keeps_compact = size == compact.PLAIN and machine.keeps_compact(n)
+    kept_in = compact.held(plan, model) if keeps_compact else None
+    held = tuple(memory.serving(plan, model.heads, q.batch, q.context, size, held=kept_in))
 
     def by_modules(batch: int) -> timing.Time:
         return timing.decode(plan, model, machine, batch, q.context, size, sampling(batch, n))
@@ -123,7 +127,7 @@ def _row(plan: Plan, model: workload.Model, machine: Machine, q: Question, sampl
         plan,
         held,
         tuple(kept.cache_bytes_per_token(plan, model.heads, size)),
-        memory.largest_context(plan, model.heads, q.memory or machine.device.memory, q.batch, size),
+        memory.largest_context(plan, model.heads, q.memory or machine.device.memory, q.batch, size, kept_in),
         decode(q.batch),
         timing.prefill(plan, model, machine, q.batch, q.context, size),
         tuple(decode(b) for b in BATCHES),
@@ -131,4 +135,5 @@ def _row(plan: Plan, model: workload.Model, machine: Machine, q: Question, sampl
         timing.train(plan, model, machine, q.batch, q.context, size, state) if q.train else None,
         training,
         by_modules(q.batch) if machine.program is not None else None,
+        keeps_compact,
     )

@@ -58,7 +58,7 @@ def _header(name: str, study: Study) -> Safe:
     row, q, machine = study.row, study.question, study.machine
     blocks = cost.total(row.traffic, "ring", "blocks")
     figures = [
-        (size(max(cost.parameter_bytes(row.plan, q.dtype_bytes))), "parameters on the largest rank"),
+        (size(max(m.parameters for m in row.memory)), "parameters on the largest rank"),
         (size(max(row.cache_per_token)), "KV cache a token and rank"),
         (f"{short(row.decode.tokens_per_second)}/s", f"tokens decoded, batch {q.batch}"),
         (f"{short(row.prefill.tokens_per_second)}/s", f"tokens of a prompt of {q.context:,}"),
@@ -115,7 +115,7 @@ def _memory(study: Study) -> Safe:
     out: list[Safe] = [legend(*((kind, words) for kind, key, words in _MEMORY if key in used))]
 
     def chart(pick: str, title: str) -> None:
-        degrees = [(n, max(getattr(row, pick), key=lambda m: m.total)) for n, row in study.rows.items()]
+        degrees = [(n, max(getattr(row, pick), key=lambda m: m.most)) for n, row in study.rows.items()]
         rows = [Bar(f"tp={n}", _stack(m), size(m.total) + ("" if m.fits(limit) else ", too much"), n == study.ranks) for n, m in degrees]
         alike: dict[Memory, list[int]] = {}
         for rank, m in enumerate(getattr(study.row, pick)):
@@ -126,6 +126,10 @@ def _memory(study: Study) -> Safe:
         out.append(tag("div", left, right, class_="two"))
 
     chart("memory", "Serving")
+    if study.row.compact:
+        words = "Where a rank has one thread, bfloat16 weights of linear layers are kept in 12 bits, the same to the bit; while it opens"
+        opening = max(m.opening for m in study.row.memory)
+        out.append(tag("p", f"{words}, a rank holds its parameters in 16: {size(opening)} at tp={study.ranks}.", class_="quiet"))
     if q.train:
         chart("training", "Training with AdamW in mixed precision")
     return tag("div", *out)

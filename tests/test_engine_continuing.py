@@ -107,16 +107,38 @@ def test_where_a_models_generate_drops_its_cache_so_does_the_engine(bordered: An
     assert run_threads(rank, 2) == [expected, expected]
 
 
-def test_what_decides_between_frequencies_is_no_part_of_a_program() -> None:
-    """In float32, where programs are made: on both sides of the border the modules run."""
-    model = tiny.whole(BORDERS["phi3"](), torch.float32, attention=None)
+@pytest.mark.parametrize("name", ["phi3", "longrope"])
+def test_a_program_has_the_frequencies_of_its_position(name: str) -> None:
+    """In float32, where programs are made. They write to the same buffers as the modules, which is no change of the model."""
+    model = tiny.whole((BORDERS | ALSO)[name](), torch.float32, attention=None)
     for p in model.parameters():
-        p.data.mul_(4)
-    engine = Engine(model, single())
-    steps = generate(model, single(), [PROMPT[:7]], limits=Limits(16), decoder=engine.decoder)
-    assert [step.tokens[0] for step in steps] == reference(model, PROMPT[:7], 16)
-    assert engine.decoder.program is None
-    assert "writes to a constant" in engine.decoder.why or "looks at the position" in engine.decoder.why
+        p.data.mul_(3)
+    prompts = [PROMPT[:known] for known in (7, 12, 13, 21)]
+    expected = [reference(model, prompt, 16) for prompt in prompts]
+
+    def rank(group: Group) -> tuple[list[list[int]], bool]:
+        part = build.parallelize(copy.deepcopy(model), derive(model.config, group.size), group)
+        decoder, programs, found = Engine(part, group).decoder, set[int](), []
+        for prompt in prompts:
+            steps = generate(part, group, [prompt], limits=Limits(16), decoder=decoder, memory=Memory())
+            found.append([step.tokens[0] for step in steps])
+            programs.add(id(decoder.program))
+        twice = [step.tokens for step in generate(part, group, [prompts[0]] * 2, limits=Limits(16), decoder=decoder)]
+        assert [list(row) for row in zip(*twice, strict=True)] == [expected[0]] * 2
+        return found, decoder.program is not None and len(programs) == 1 and not decoder.continues
+
+    assert run_threads(rank, 2) == [(expected, True)] * 2
+    requests = [Request(at, tuple(PROMPT[:known]), max_new_tokens=16) for at, known in enumerate((7, 12, 13, 21))]
+    for options in ({}, {"cache_tokens": 64}):
+        outputs = answers(run_threads(lambda group, options=options: serve(group, model, at_once(requests), **options), 2)[0])
+        assert [outputs[at][0] for at in range(4)] == expected
+    together = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids, mask = left_pad([PROMPT[:4], PROMPT[:9]], 0)
+    rows = [
+        step.tokens
+        for step in generate(model, single(), [PROMPT[:4], PROMPT[:9]], limits=Limits(12), decoder=Engine(model, single()).decoder)
+    ]
+    assert [list(row) for row in zip(*rows, strict=True)] == model.generate(ids, attention_mask=mask, **together)[:, 9:].tolist()
 
 
 def test_rows_of_other_lengths_are_computed_again_at_the_width_of_all(bordered: Any) -> None:

@@ -11,6 +11,7 @@ attended.py), running it (program.py).
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +35,8 @@ _SHAPES_ONLY = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
 class Compiled:
     """`inputs`: light tensors and the shadows that they are copied to in each step, made by `light` in order. `ids` and `positions` are the
     recorded tensors that the step's own take the place of. `compares`: the code asked whether the position lies beyond a bound, so the step
-    is known to be the same only up to where it was recorded too."""
+    is known to be the same only up to where it was recorded too. `rewritten`: buffers to which it writes what follows from the position
+    (frequencies that depend on the length), and so do the light ops. Whether a cache's keys are still right then, continuing.py says."""
 
     steps: list[Step]
     light: list[Ran]
@@ -43,6 +45,7 @@ class Compiled:
     positions: torch.Tensor
     logits: torch.Tensor
     compares: bool = False
+    rewritten: tuple[torch.Tensor, ...] = ()
 
 
 def compile(tape: Tape) -> Compiled:
@@ -50,6 +53,7 @@ def compile(tape: Tape) -> Compiled:
     made = Steps({id(tape.ids): frozenset({"token"}), id(tape.positions): frozenset({"position"})})
     light: list[Ran] = []
     latents = latent.find(tape.entries)
+    seen, rewritten = set[int](), list[torch.Tensor]()  # tensors that were used so far
     for entry in tape.entries:
         if id(entry) in latents.inside:
             pass
@@ -69,10 +73,13 @@ def compile(tape: Tape) -> Compiled:
             made.kept[id(entry.outputs[0])] = made.kept[id(entry.args[0])]
         elif _is_live(made, entry):
             _live(made, entry)
-        elif _is_light(made, entry, tape.anywhere):
+        elif _is_light(made, entry, tape.anywhere, seen):
             light.append(entry)
+            rewritten += [entry.args[0]] if _rewrites(entry, seen) else []
+        if isinstance(entry, Ran):
+            seen.update(map(id, leaves((entry.args, entry.kwargs), torch.Tensor)))
     logits = made.contiguous(made.shadow(tape.logits))
-    return Compiled(made.steps, needed(light, made.inputs), made.inputs, tape.ids, tape.positions, logits, made.compares)
+    return Compiled(made.steps, needed(light, made.inputs), made.inputs, tape.ids, tape.positions, logits, made.compares, tuple(rewritten))
 
 
 def same(a: Compiled, b: Compiled) -> bool:
@@ -114,8 +121,14 @@ def _is_live(made: Steps, op: Ran) -> bool:
     return any(made.is_live(x) for x in tensors)
 
 
-def _is_light(made: Steps, op: Ran, anywhere: bool) -> bool:
-    """Whether torch has to run the op again in each step. It is noted what its results depend on. `anywhere`: as Tape's."""
+def _rewrites(op: Ran, seen: Container[int]) -> bool:
+    """Whether the op gives all of a tensor that nothing was made of before, a constant so far, other numbers."""
+    return op.name == "copy_" and id(op.args[0]) not in seen and op.args[0]._base is None
+
+
+def _is_light(made: Steps, op: Ran, anywhere: bool, seen: Container[int]) -> bool:
+    """Whether torch has to run the op again in each step. It is noted what its results depend on. `anywhere`: as Tape's. `seen`: tensors
+    that were used before."""
     depends = frozenset[str]().union(*(made.depends.get(id(x), frozenset()) for x in leaves((op.args, op.kwargs), torch.Tensor)))
     if not depends or op.name in _SHAPES_ONLY:
         return False
@@ -131,7 +144,7 @@ def _is_light(made: Steps, op: Ran, anywhere: bool) -> bool:
         depends = frozenset({"range"})
     if torch.Tag.nondeterministic_seeded in op.func.tags:
         raise NotRecorded(f"it draws random numbers ({op.name})")
-    if op.func._schema.is_mutable and id(op.args[0]) not in made.depends:
+    if op.func._schema.is_mutable and id(op.args[0]) not in made.depends and not _rewrites(op, seen):
         raise NotRecorded(f"it writes to a constant ({op.name})")
     made.depends.update((id(x), depends) for x in op.outputs)
     if op.is_view:

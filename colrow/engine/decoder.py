@@ -65,7 +65,8 @@ class Decoder:
         made of leaves nothing to look for."""
         if self._continues is None:
             limit = context_limit(self._forward.model.config)
-            self._continues = self.program is not None or continues(self._forward, self._group, limit)
+            plain = self.program is not None and not self.program.compiled.rewritten
+            self._continues = plain or continues(self._forward, self._group, limit)
         return self._continues
 
     def forget(self) -> None:
@@ -74,7 +75,7 @@ class Decoder:
 
     def prepare(self) -> None:
         """Makes the program and compares it, unless there is one for this state of the model. A collective: parts change alike."""
-        if not self._wanted or state(self._model) == self._seen:
+        if not self._wanted or self._state() == self._seen:
             return
         self.program, self.why, self.difference = None, "", 0.0
         phase, self._group.counters.phase = self._group.counters.phase, "prepare"
@@ -82,7 +83,10 @@ class Decoder:
             self._prepare()
         finally:
             self._group.counters.phase = phase
-        self._seen = state(self._model)  # after steps were made: the first may add an attribute
+        self._seen = self._state()  # after steps were made: the first may add an attribute
+
+    def _state(self) -> list[Any]:
+        return state(self._model, () if self.program is None else self.program.compiled.rewritten)
 
     def _prepare(self) -> None:
         model, group = self._model, self._group

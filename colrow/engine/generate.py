@@ -115,7 +115,10 @@ def _steps(
     past, new = memory.take(prompts[0]) if memory is not None and goes_on else (None, None)
     ids, mask = left_pad(prompts if new is None else [new], pad=0)
     ids, mask = ids.to(group.device), None if mask is None else mask.to(group.device)
-    border = begins_anew(forward, context_limit(model.config)) if program is None else None
+    if mask is not None and program is not None and program.compiled.rewritten:
+        program = None  # rows of other lengths that modules read together have the longest one's frequencies
+    turns = program is None or bool(program.compiled.rewritten)
+    border = begins_anew(forward, context_limit(model.config)) if turns else None
     seen = ids if new is None else torch.tensor([prompts[0]], device=group.device)  # all tokens, padded as they are computed
     number = 0
 
@@ -133,11 +136,14 @@ def _steps(
         while not all(finished):
             anew = number > 0 and seen.shape[1] == border
             group.counters.phase = "prefill" if number == 0 or anew else "decode"
-            if program is not None and number > 0:
-                slots = slots or [Slot(past, row, len(own), len(read)) for row, (own, read) in enumerate(zip(prompts, given, strict=True))]
+            if program is not None and number > 0 and not anew:
+                slots = slots or [
+                    Slot(past, row, len(own) - 1, len(read)) for row, (own, read) in enumerate(zip(history, given, strict=True))
+                ]
                 logits = program.run([row[-1] for row in history], slots)
             else:
                 logits, past = forward(seen, mask, None) if anew else forward(ids, mask, past)
+                slots = []
             group.counters.phase = "decode" if anew else group.counters.phase
             if memory is not None:
                 memory.keep(history[0], slots[0] if slots else past)

@@ -4,9 +4,13 @@
 
 FOLDER gets the weights, once. Every contestant runs by itself; one that is asked for by several --next calls is shown by its medians.
 
+colrow keeps bfloat16 weights in 12 bits, to the bit the same, where a rank has one thread; "16 bits" is colrow with --no-compact. Ranks
+of two threads, and the modules, have 16 anyway.
+
 * tokens/s after the first token, by the median of the steps; as a part of the floor: the tokens/s of which nothing but reading the bytes
-  of the weights would be left, by bench/read.c. Memory is now faster, now slower where a machine is shared, so colrow's ranks (or threads)
-  read other memory of that size in turns with their steps. Of peers it is what as many processes read just before and just after.
+  of the weights would be left, by bench/read.c: those that colrow's programs read, and of peers what their form of the weights takes.
+  Memory is now faster, now slower where a machine is shared, so colrow's ranks (or threads) read other memory of that size in turns with
+  their steps. Of peers it is what as many processes read just before and just after.
 * prompt: tokens/s of a prompt of 512; as a part of what the model's own matrix products reach by themselves on the same ranks, in the run
   of each colrow contestant: their time for 512 tokens, one product after the other, without anything between them.
 * together: tokens/s of 8 sequences in one step.
@@ -42,7 +46,8 @@ from transformers import LlamaConfig
 from colrow import api
 from colrow.comm import collectives, launch
 from colrow.comm.group import Group
-from colrow.engine import account
+from colrow.engine import pieces
+from colrow.engine.account import Stages
 from colrow.engine.forward import Forward
 from colrow.engine.generate import generate
 from colrow.engine.slots import Slot
@@ -63,14 +68,15 @@ PEERS = Path(__file__).parent / "peers"
 Result = dict[str, Any]
 
 
-def colrow(group: Group, folder: str, dtype: str, tokens: int, threads: int, program: bool = True) -> Result:
+def colrow(group: Group, folder: str, dtype: str, tokens: int, threads: int, program: bool = True, compact: bool = True) -> Result:
     """One rank's turn; rank 0's result counts."""
     torch.set_num_threads(threads)
-    engine = api.open_engine(folder, group, dtype=dtype, gate=False)
+    stages = Stages()
+    engine = api.open_engine(folder, group, dtype=dtype, gate=False, compact=compact and program, stages=stages)
     decoder = engine.decoder if program else None
-    rows = engine.model.get_input_embeddings().weight  # of it only one row is read, unless the head shares it
-    shared = engine.model.config.tie_word_embeddings
-    read = account.memory(engine.model, group)[0].parameters - (0 if shared else rows.numel() * rows.element_size())
+    assert engine.decoder.program is not None, engine.decoder.why
+    work = pieces.work(engine.decoder.program, PROMPT)  # of its matrices, which are all but all that is read
+    read = int(work.read)
     reader = Reader(read, threads)
     steps, reads = [], []
     answer = generate(engine.model, group, [prompt(PROMPT)], limits=Limits(tokens + 2), decoder=decoder)
@@ -90,7 +96,12 @@ def colrow(group: Group, folder: str, dtype: str, tokens: int, threads: int, pro
         past = forward(torch.tensor([prompt(PROMPT)]), None, None)[1]
         slots = [Slot(past) for _ in range(TOGETHER)]
         out["together"] = TOGETHER / seconds(lambda: decoder.program.run([5] * TOGETHER, slots), 9)  # type: ignore[union-attr]
-    return {**out, "bytes": read * group.size, "how": engine.decoder.steps if program else "the modules"}
+    return {
+        **out,
+        "bytes": read * group.size,
+        "plain": int(work.operations / 2) * next(engine.model.parameters()).element_size() * group.size,
+        "how": stages.results["decoding"] if program else "the modules",
+    }
 
 
 @torch.inference_mode()
@@ -111,8 +122,8 @@ def products(model: Any, group: Group) -> float:
 
 
 def contestants(folder: Path, dtype: str, tokens: int, peers: dict[str, str]) -> dict[str, tuple[int, Callable[[], Result]]]:
-    def ranks(tp: int, threads: int, kind: str = dtype, program: bool = True) -> Callable[[], Result]:
-        return lambda: launch.spawn(colrow, tp, (str(folder), kind, tokens, threads, program))[0]
+    def ranks(tp: int, threads: int, kind: str = dtype, program: bool = True, compact: bool = True) -> Callable[[], Result]:
+        return lambda: launch.spawn(colrow, tp, (str(folder), kind, tokens, threads, program, compact))[0]
 
     def peer(name: str, script: str, *arguments: object, processes: int = 1) -> Callable[[], Result]:
         return lambda: run_peer(peers, name, script, [*map(str, arguments)], processes)
@@ -127,7 +138,9 @@ def contestants(folder: Path, dtype: str, tokens: int, peers: dict[str, str]) ->
     return {
         "colrow tp=2, 1 thread each": (2, ranks(2, 1)),
         "llama.cpp BF16, 2 threads": (2, llama(GGMLQuantizationType.BF16)),
+        "colrow tp=2, 16 bits": (2, ranks(2, 1, compact=False)),
         "colrow tp=1, 1 thread": (1, ranks(1, 1)),
+        "colrow tp=1, 16 bits": (1, ranks(1, 1, compact=False)),
         "colrow tp=1, 2 threads": (2, ranks(1, 2)),
         "vLLM tp=2": (2, peer("vLLM", "vllm_peer.py", folder, tokens, dtype, 2)),
         "DeepSpeed tp=2": (2, peer("DeepSpeed", "torch_peer.py", folder, tokens, dtype, "deepspeed", processes=2)),
@@ -181,14 +194,14 @@ def medians(results: list[Result]) -> list[Result]:
 
 def lines(results: list[Result]) -> Iterator[str]:
     found = {r["name"]: r for r in medians(results)}
-    sizes = {_int8(name): r["bytes"] for name, r in found.items() if "bytes" in r}
+    sizes = {_int8(name): r["bytes"] if _int8(name) else r.get("plain", r["bytes"]) for name, r in found.items() if "bytes" in r}
     first = next((r for r in found.values() if "rate" in r), {"rate": 1.0, "prefill": 1.0})
     yield f"{'':30} runs tokens/s  ratio  of floor   prompt  ratio  of products  {TOGETHER} together  (ratio: to the first line)"
     for name, r in found.items():
         if "rate" not in r:
             yield f"{name:30} left out: {r['left out']}"
             continue
-        known = sizes.get(_int8(name), 0)
+        known = r.get("bytes", sizes.get(_int8(name), 0))
         around = (r["one"] if r["readers"] == 1 else r["two"]) * 1e9 / known if known else 0
         floor = f"{r['rate'] / r.get('floor', around):8.2f}" if known else f"{'':8}"
         part = f"{r['prefill'] / r['products']:11.2f}" if "products" in r else f"{'':11}"
@@ -207,13 +220,14 @@ def _int8(name: str) -> bool:
 
 def _compared(found: dict[str, Result]) -> Iterator[str]:
     rates = {name: r["rate"] for name, r in found.items() if "rate" in r}
-    for mine, theirs in (("colrow tp=2, 1 thread each", "llama.cpp BF16, 2 threads"), ("colrow tp=2, int8", "llama.cpp Q8_0, 2 threads")):
+    first, alone = "colrow tp=2, 1 thread each", "colrow tp=1, 1 thread"
+    pairs = [(first, "colrow tp=2, 16 bits"), (alone, "colrow tp=1, 16 bits"), (first, "llama.cpp BF16, 2 threads")]
+    for mine, theirs in (*pairs, ("colrow tp=2, int8", "llama.cpp Q8_0, 2 threads")):
         if mine in rates and theirs in rates:
             yield f"{mine} is {rates[mine] / rates[theirs]:.2f} times {theirs}"
-    two, one = "colrow tp=2, 1 thread each", "colrow tp=1, 1 thread"
-    if two in rates and one in rates:
-        growth = found[two]["floor"] / found[one]["floor"]
-        yield f"two processes read {growth:.2f} times as fast as one; tp=2 decodes {rates[two] / rates[one]:.2f} times as fast as tp=1"
+    if first in rates and alone in rates:
+        growth = found[first]["floor"] / found[alone]["floor"]
+        yield f"two processes read {growth:.2f} times as fast as one; tp=2 decodes {rates[first] / rates[alone]:.2f} times as fast as tp=1"
 
 
 def main() -> None:

@@ -4,7 +4,7 @@
 
 Writes a random Llama of that size, then loads each rank's part in a process of its own, one after the other, and prints for each the bytes
 it holds, the bytes it read, and its peak memory over what the imports and the empty model cost. Every matrix is cut: this measures loading,
-not a plan.
+not a plan. What the engine makes of bfloat16 weights when they are there (12 bits each, parallel/compact.py) is not in it.
 """
 
 from __future__ import annotations

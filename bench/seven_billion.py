@@ -10,7 +10,9 @@ RLIMIT_DATA of --limit-gb for every process, and prints what each took:
     colrow verify FOLDER --tp 2 --stream --no-train --dtype bfloat16      must find the two models equal
 
 The peak is the most resident memory (VmHWM) that a process of the command had, from the kernel, file pages and libraries included; it must
-stay below the limit too. RLIMIT_DATA is what every user can set; a control group would do as well, where one may be made.
+stay below the limit too. Weights are read in bfloat16, so it is that of opening. While `run` generates, they are kept in 12 bits on
+processors that can; what a rank then holds, by its own account, stands beside it. RLIMIT_DATA is what every user can set; a control group
+would do as well, where one may be made.
 """
 
 from __future__ import annotations
@@ -120,7 +122,8 @@ def report_run(folder: Path, limit: int, tp: int, tokens: int) -> bool:
     result = under_limit(limit, "run", str(folder), "--tp", str(tp), "-p", "Once upon a time", "-n", str(tokens))
     rate, load = found(r"([\d.]+) tokens/s", result.err), found(r"load ([\d.]+) s", result.err)
     print(f"{tp} ranks run   exit code {result.code} after {result.seconds:.1f} s, load {load} s, {rate} tokens/s after the first")
-    print(f"              peak resident {gb(result.peaks[:tp])} GB", flush=True)
+    held = ", ".join(re.findall(r"resident, (.*?) of it parameters", result.err))
+    print(f"              peak resident {gb(result.peaks[:tp])} GB; of parameters held at the end {held}", flush=True)
     if result.code:
         print(result.err)
     return result.code == 0 and max(result.peaks) < limit

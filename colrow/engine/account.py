@@ -82,11 +82,16 @@ class RankMemory:
 def memory(model: Any, group: Group) -> list[RankMemory]:
     """Of every rank, on every rank: a collective."""
     from ..comm.collectives import gather_objects
+
+    mine = RankMemory(group.rank, psutil.Process(os.getpid()).memory_info().rss, parameter_bytes(model))
+    return gather_objects(mine, group, "engine.account")
+
+
+def parameter_bytes(model: Any) -> int:
+    """Of this rank, in the form in which they are kept."""
     from ..parallel import kept
 
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters()) + kept.nbytes(model)
-    mine = RankMemory(group.rank, psutil.Process(os.getpid()).memory_info().rss, parameters)
-    return gather_objects(mine, group, "engine.account")
+    return sum(p.numel() * p.element_size() for p in model.parameters()) + kept.nbytes(model)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from ..comm.collectives import gather_objects
 from ..comm.group import Group
+from ..engine.account import parameter_bytes
 from ..engine.batch import Batch
 from ..engine.blocks import plain
 from ..engine.engine import Engine
@@ -30,10 +31,10 @@ SHARE = 0.4  # of the free memory, for the caches of all ranks of this host
 
 def work(group: Group, engine: Engine, limits: Limits, where: Where) -> Iterator[Ready | list[Output] | Stats]:
     """Runs until `Stop` comes, or the HTTP side is gone. A collective of all ranks."""
-    size, shares = measure_cache(engine)
+    size, shares = measure_cache(engine)  # after the engine was opened: weights are kept as they stay, and what that freed is free
     budget = limits.cache_bytes or int(room.share(group) * SHARE)
     cache_tokens = max(budget // size // BLOCK, 1) * BLOCK
-    mine = (os.getpid(), sum(p.numel() * p.element_size() for p in engine.model.parameters()), cache_tokens)
+    mine = (os.getpid(), parameter_bytes(engine.model), cache_tokens)
     pids, parameters, tokens = zip(*gather_objects(mine, group, "serve.ready"), strict=True)
     batch = Batch(engine, min(tokens), fast=limits.fast, chunk=limits.chunk, max_running=limits.running, share=shares)
     inbox = Inbox(where) if group.rank == 0 else None

@@ -14,10 +14,10 @@ import transformers
 from colrow.comm import launch, shm_context
 from colrow.comm.group import Group, single
 from colrow.comm.local import run_threads
-from colrow.engine import riding
+from colrow.engine import packed, riding
 from colrow.engine.engine import Engine
 from colrow.engine.forward import Forward
-from colrow.engine.request import Output
+from colrow.engine.request import Output, Request
 from colrow.kernels import many, prompt
 from colrow.parallel import build
 from colrow.parallel.compact import compact_layers
@@ -95,6 +95,28 @@ def test_answers_are_those_of_steps_by_themselves(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("colrow.engine.batch.rides", lambda *args: False)
     assert answers() == found
     assert not ridden
+
+
+@pytest.mark.parametrize("asked", [None, 20, 300])
+def test_a_step_that_others_wait_for_has_fewer_tokens(monkeypatch: pytest.MonkeyPatch, asked: int | None) -> None:
+    seen: list[int] = []
+    own = packed.Packed.__call__
+
+    def watched(self: packed.Packed, pieces: Any) -> Any:
+        seen.append(sum(len(piece.tokens) for piece in pieces))
+        return own(self, pieces)
+
+    def script(batch: Any, step: int, outputs: list[Output]) -> bool:
+        if step in (0, 2):
+            batch.add(first if step == 0 else long)
+        seen.clear() if step == 2 else None
+        return batch.idle and step > 2
+
+    first, long = Request(1, (5,) * 20, max_new_tokens=30, ignore_eos=True), Request(2, (7,) * 400, max_new_tokens=2, ignore_eos=True)
+    monkeypatch.setattr(packed.Packed, "__call__", watched)
+    options = {} if asked is None else {"beside": asked}
+    serve(single(), model(**EVEN), script, cache_tokens=6000, chunk=max(256, asked or 0), **options)
+    assert seen[0] == (asked or riding.BESIDE)
 
 
 def _over_shared_memory(group: Group, whole: Any) -> tuple[list[int], dict[int, Any]]:

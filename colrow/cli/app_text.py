@@ -110,6 +110,9 @@ def serve(
     cache: Annotated[str, typer.Option(help="Memory of a rank for KV caches, such as 2GB.", show_default="a share of what is free")] = "",
     max_running: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
     max_queue: Annotated[int, typer.Option(min=0, help="Sequences that may wait; more are refused (429).")] = 2048,
+    beside: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of prompts in a step that others wait for.", show_default="64 or 128")
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Start new ranks when one is lost, instead of ending with an error.")] = False,
     fast: Annotated[bool, typer.Option("--fast", help="Decode requests together; company may change a token's rounding.")] = False,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take, waiting included.")] = 600.0,
@@ -133,8 +136,7 @@ def serve(
     if api_key == "":
         raise UserError("the API key is empty", works="--api-key SECRET, or none")
     origins = check_origins(allow_origin)
-    limits = Limits(
-        int(read_bytes(cache, "--cache")) or None, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast
-    )
+    memory = int(read_bytes(cache, "--cache")) or None
+    limits = Limits(memory, beside=beside, running=max_running, queue=max_queue, seconds=timeout, drain=drain, fast=fast)
     ranks, opening = opened(model, tp, split, plan_file, dtype, gate, trust_remote_code, adapter, compact=compact)
     raise typer.Exit(command.serve(ranks, backend, opening, limits, host, port, api_key, restart, origins))

@@ -14,12 +14,14 @@ from typing import Any
 @dataclass(frozen=True)
 class Limits:
     """`cache_bytes`: of all caches of one rank together, None for two fifths of the memory that is free on the host after loading, shared
-    by its ranks. `chunk`: prompt tokens a step. `queue`: requests that may wait. `seconds`: how long a request may take, waiting included.
+    by its ranks. `chunk`: prompt tokens a step. `beside`: the same where others decode, None for what the engine takes.
+    `queue`: requests that may wait. `seconds`: how long a request may take, waiting included.
     `body`: bytes of a request. `drain`: seconds in which running requests may end after SIGTERM. `fast`: decode
     sequences as rows of one batch (engine/together.py)."""
 
     cache_bytes: int | None = None
     chunk: int = 256
+    beside: int | None = None
     running: int = 64
     queue: int = 2048
     seconds: float = 600.0

@@ -36,7 +36,9 @@ def work(group: Group, engine: Engine, limits: Limits, where: Where) -> Iterator
     cache_tokens = max(budget // size // BLOCK, 1) * BLOCK
     mine = (os.getpid(), parameter_bytes(engine.model), cache_tokens)
     pids, parameters, tokens = zip(*gather_objects(mine, group, "serve.ready"), strict=True)
-    batch = Batch(engine, min(tokens), fast=limits.fast, chunk=limits.chunk, max_running=limits.running, share=shares)
+    beside = {} if limits.beside is None else {"beside": limits.beside}
+    chunk = max(limits.chunk, limits.beside or 0)
+    batch = Batch(engine, min(tokens), fast=limits.fast, chunk=chunk, max_running=limits.running, share=shares, **beside)
     inbox = Inbox(where) if group.rank == 0 else None
     vocab = engine.model.config.get_text_config().vocab_size
     starts = len(start_tokens(engine.model)) if engine.model.config.is_encoder_decoder else 0

@@ -5,10 +5,10 @@
  * is. The few others are listed row by row, and put in when their turn comes. So a product reads three quarters of the bytes, and adds up
  * the same numbers in the same order as with the weights themselves (pairs.h).
  *
- * Rows lie one after the other, each in blocks of three lines: two lines of lower bytes, then one of codes, whose lower halves are those of
- * the first line. Within a line bytes lie so that unpacking, which works on quarters of it, gives weights in their order. The table and what
+ * Rows are in blocks of three lines: two lines of lower bytes, then one of codes, whose lower halves are those of the first line. Two rows
+ * lie together, block by block, so that they are read in one stretch, and the sum of one need not wait for the other's. Within a line bytes lie so that unpacking, which works on quarters of it, gives weights in their order. The table and what
  * is listed lie apart: sixteen bytes, for each row where its list begins, then the lists, of words: where in the row, and the upper byte.
- * Each list ends with a word of ones. The last block of a row is filled up with zeros.
+ * Each list ends with a word of ones. The last block of a row is filled up with zeros; behind an odd number of rows there is room for one.
  */
 #ifndef COLROW_COMPACT_H
 #define COLROW_COMPACT_H
@@ -19,6 +19,9 @@ enum { LINE = 64, COMPACT_BLOCK = 2 * LINE, COMPACT_BYTES = 3 * LINE, TABLE = 16
 #define UNLISTED 0xff /* the code of an upper byte that is not in the table */
 
 INLINE int64_t compact_bytes(int64_t n) { return (n + COMPACT_BLOCK - 1) / COMPACT_BLOCK * COMPACT_BYTES; }
+
+/* Where the first block of a row lies; the next is two blocks away. */
+INLINE int64_t compact_at(int64_t row, int64_t n) { return row / 2 * 2 * compact_bytes(n) + row % 2 * COMPACT_BYTES; }
 
 /* The list of a row. */
 INLINE const uint32_t *compact_list(const uint32_t *beside, int64_t rows, int64_t row) {
@@ -58,7 +61,7 @@ INLINE int compact_place(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
 
 /* One row; its list's words behind `list`. */
 PAIRS static void compact_row(const Compacting *c, const uint16_t *from, uint8_t *to, uint32_t *list) {
-    for (int64_t k = 0; k < c->n; k += COMPACT_BLOCK, to += COMPACT_BYTES) {
+    for (int64_t k = 0; k < c->n; k += COMPACT_BLOCK, to += 2 * COMPACT_BYTES) {
         uint16_t row[COMPACT_BLOCK] = {0};
         memcpy(row, from + k, (size_t)compact_least(COMPACT_BLOCK, c->n - k) * sizeof *row);
         __m512i codes[2];
@@ -95,7 +98,7 @@ static void compact_make(const Compacting *c, int64_t part, int64_t parts) {
     const int64_t share = (c->rows + parts - 1) / parts, last = compact_least((part + 1) * share, c->rows);
     for (int64_t r = part * share; r < last; r++) {
         const uint16_t *row = c->weight + r * c->n;
-        if (c->out) compact_row(c, row, c->out + r * compact_bytes(c->n), (uint32_t *)compact_list(c->beside, c->rows, r));
+        if (c->out) compact_row(c, row, c->out + compact_at(r, c->n), (uint32_t *)compact_list(c->beside, c->rows, r));
         else c->counts[r] = compact_words(c, row);
     }
 }
@@ -142,7 +145,7 @@ PAIRS INLINE void compact_line(const uint8_t *at, int half, uint32_t line, __m51
 PAIRS INLINE void compact_tile(const Block *block, int64_t n, const uint16_t *columns, int64_t width, int count, float *const *y, int R, int C,
                                const Spot spot) {
     const int64_t bytes = compact_bytes(n);
-    const uint8_t *w = (const uint8_t *)block->weight + spot.row * bytes;
+    const uint8_t *w = (const uint8_t *)block->weight + compact_at(spot.row, n);
     const uint16_t *x = columns + spot.column * width;
     const __m512i table = compact_table(block);
     __m512 sum[ROWS][COLUMNS];
@@ -155,7 +158,7 @@ PAIRS INLINE void compact_tile(const Block *block, int64_t n, const uint16_t *co
         _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
             __m512i v[ROWS][2];
             _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
-                compact_line(w + r * bytes + at, half, (uint32_t)(k / LINE) + (uint32_t)half, table, &of[r], v[r]);
+                compact_line(w + r / 2 * 2 * bytes + r % 2 * COMPACT_BYTES + 2 * at, half, (uint32_t)(k / LINE) + (uint32_t)half, table, &of[r], v[r]);
             _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) _Pragma("GCC unroll 8") for (int c = 0; c < C; c++) {
                 const __m512bh column = (__m512bh)_mm512_loadu_si512(x + c * width + k + half * LINE + i * PAIR_STEP);
                 _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], (__m512bh)v[r][i], column);
@@ -170,19 +173,18 @@ PAIRS INLINE void compact_tile(const Block *block, int64_t n, const uint16_t *co
 
 PAIRS static void product_compact(const Block *block, int64_t first, int64_t last, int64_t n, const void *columns, int64_t width, int count,
                                   float *const *y) {
-    WALK(COMPACT_TILE, compact_bytes(n), 2, 2, 8, 4, 4, 1)
+    WALK(COMPACT_TILE, compact_bytes(n), 2, 2, 8, 4, 4, 2)
 }
 
 /* Numbers `from`, a multiple of COMPACT_BLOCK, to `to` of `rows` rows from `first` on, to out [rows, to - from]. */
 PAIRS static void compact_rows(const Block *block, int64_t first, int64_t rows, int64_t n, int64_t from, int64_t to, uint16_t *out) {
-    const int64_t bytes = compact_bytes(n);
     const __m512i table = compact_table(block);
     for (int64_t r = 0; r < rows; r++) {
-        const uint8_t *w = (const uint8_t *)block->weight + (first + r) * bytes;
+        const uint8_t *w = (const uint8_t *)block->weight + compact_at(first + r, n);
         Listed of = listed_from(block, first + r, from);
         uint16_t *const row = out + r * (to - from) - from;
         for (int64_t k = from; k < to; k += LINE) {
-            const uint8_t *at = w + k / COMPACT_BLOCK * COMPACT_BYTES;
+            const uint8_t *at = w + k / COMPACT_BLOCK * 2 * COMPACT_BYTES;
             __m512i v[2];
             if (k / LINE % 2) compact_line(at, 1, (uint32_t)(k / LINE), table, &of, v);
             else compact_line(at, 0, (uint32_t)(k / LINE), table, &of, v);

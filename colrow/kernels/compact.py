@@ -41,12 +41,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def size(rows: int, width: int) -> int:
-    """Bytes of the rows, without what lies beside them: that is a thousandth where weights are spread as normal numbers are."""
-    return rows * -(-width // BLOCK) * BLOCK_BYTES
+    """Bytes of the rows, two of which lie together, without what lies beside them: that is a thousandth where weights are spread as normal
+    numbers are."""
+    return -(-rows // 2) * 2 * -(-width // BLOCK) * BLOCK_BYTES
 
 
 def compact(weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """[rows, n] in bfloat16 -> bytes [rows, blocks * 192], and the words that lie beside them; `empty` makes the room for the bytes.
+    """[rows, n] in bfloat16 -> bytes [pairs of rows, blocks * 384], and the words that lie beside them; `empty` makes the room for the bytes.
     None where there is no library, or where it would save little: in narrow matrices, and in those whose numbers are of very different
     sizes."""
     found = library()
@@ -68,7 +69,7 @@ def compact(weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.emp
         return None
     lists = torch.zeros(int(words), dtype=torch.int32)
     beside = torch.cat([table.view(torch.int32), begins.cumsum(0, dtype=torch.int32), lists])
-    out = empty((rows, size(1, n)), dtype=torch.uint8)
+    out = empty((-(-rows // 2), size(2, n)), dtype=torch.uint8)
     asked = Compacting(weight.data_ptr(), rows, n, beside.data_ptr(), out.data_ptr(), None)
     asked.tensors = weight, beside, out
     in_parts(found.kp_compact, asked)

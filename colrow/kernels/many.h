@@ -34,12 +34,14 @@ typedef struct {
 #define bit_AMX_BF16 (1u << 22)
 #endif
 
-/* Weights of a block that will be wanted next, as they are kept: bytes from row to row, and of as many weights as make a line of bfloat16. NULL:
- * nothing is fetched. */
+/* Weights of a block that will be wanted next, as they are kept: bytes from one pair of rows to the next, to the second half of what a pair has
+ * there, and of as many weights as make a line of bfloat16. NULL: nothing is fetched. */
 typedef struct {
     const char *at;
-    int64_t row, line;
+    int64_t pair, half, line;
 } Soon;
+
+INLINE const char *soon_at(const Soon *soon, int64_t row) { return soon->at + row / 2 * soon->pair + row % 2 * soon->half; }
 
 /* What is read and what is fetched meanwhile: w [rows, 2 * pairs], rows `stride` apart; x [pairs, V * LANES, 2]. */
 typedef struct {
@@ -55,13 +57,12 @@ PAIRS INLINE void many_tile(const Piece *piece, int64_t row, float *sums, int fi
     const int64_t stride = piece->stride, pairs = piece->pairs;
     const uint16_t *const w = piece->w + row * stride, *const x = piece->x;
     const Soon soon = piece->soon;
-    const char *const next = soon.at ? soon.at + row * soon.row : NULL;
     sums += row * V * LANES;
     __m512 sum[2 * TILE_ROWS][4];
 #define EACH_OF_TILE _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) _Pragma("GCC unroll 4") for (int v = 0; v < V; v++)
     EACH_OF_TILE sum[r][v] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + (r * V + v) * LANES);
     for (int64_t line = 0; line < pairs; line += LANES) {
-        if (next) _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) __builtin_prefetch(next + r * soon.row + line / LANES * soon.line, 0, 2);
+        if (soon.at) _Pragma("GCC unroll 12") for (int r = 0; r < R; r++) __builtin_prefetch(soon_at(&soon, row + r) + line / LANES * soon.line, 0, 2);
         const int64_t end = pairs - line < LANES ? pairs : line + LANES;
         for (int64_t p = line; p < end; p++) {
             __m512bh columns[4];
@@ -196,12 +197,16 @@ INLINE int64_t many_least(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Of the tokens that go together, where `count` are left. */
 INLINE int vectors(int64_t count) { return (int)((many_least(WIDE, count) + LANES - 1) / LANES); }
 
-/* The weights from row `first` and number `k` on, as they are kept; int8 panels as if their rows lay one after the other. */
+/* The weights from row `first` and number `k` on, up to DEPTH of each, as they are kept; int8 panels as if their rows lay one after the other. */
 static Soon many_kept(const Many *m, int64_t first, int64_t k) {
-    const int64_t rows[] = {[BF16] = 2 * m->n, [INT8] = (m->n + GROUP - 1) / GROUP * GROUP, [COMPACT] = compact_bytes(m->n)};
-    const int64_t lines[] = {[BF16] = LINE, [INT8] = LINE / 2, [COMPACT] = COMPACT_BYTES / 4};
-    const int64_t row = rows[m->dtype], line = lines[m->dtype];
-    return (Soon){(const char *)m->block.weight + first * row + k * line / PAIR_STEP, row, line};
+    const char *const w = m->block.weight;
+    const int64_t bytes = compact_bytes(m->n), whole = (m->n + GROUP - 1) / GROUP * GROUP;
+    if (m->dtype == COMPACT) {
+        const int64_t there = compact_bytes(many_least(DEPTH, m->n - k));
+        return (Soon){w + compact_at(first, m->n) + 2 * compact_bytes(k), 2 * bytes, there, COMPACT_BYTES / 4};
+    }
+    if (m->dtype == INT8) return (Soon){w + first * whole + k, 2 * whole, whole, LINE / 2};
+    return (Soon){w + 2 * (first * m->n + k), 4 * m->n, 2 * m->n, LINE};
 }
 
 /* One block of weights, `rows` from `first` on, for the packed columns of `count` tokens. `next`: the first row of the block after it, or the same

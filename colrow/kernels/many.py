@@ -120,4 +120,4 @@ def _shape(dtype: torch.dtype, rows: int, n: int) -> tuple[int, ...]:
     if dtype is torch.int8:
         panels, groups = padded(rows, n)
         return panels, groups * GROUP // 2, ROWS, 2
-    return (rows, compact.size(1, n)) if dtype is torch.uint8 else (rows, n)
+    return (-(-rows // 2), compact.size(2, n)) if dtype is torch.uint8 else (rows, n)

@@ -47,9 +47,9 @@ def size(rows: int, width: int) -> int:
 
 
 def compact(weight: torch.Tensor, empty: Callable[..., torch.Tensor] = torch.empty) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """[rows, n] in bfloat16 -> bytes [pairs of rows, blocks * 384], and the words that lie beside them; `empty` makes the room for the bytes.
-    None where there is no library, or where it would save little: in narrow matrices, and in those whose numbers are of very different
-    sizes."""
+    """[rows, n] in bfloat16 -> bytes [pairs of rows, blocks * 384], and the words that lie beside them; `empty` makes the room for the
+    bytes. None where there is no library, or where it would save little: in narrow matrices, and in those whose numbers are of very
+    different sizes."""
     found = library()
     rows, n = weight.shape
     if found is None or weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" or n > LARGEST or weight.numel() == 0:

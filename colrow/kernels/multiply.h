@@ -82,7 +82,8 @@ typedef struct {
 
 /* Columns lie three lines more apart than they need: at a distance of pages they would all want the same lines of the cache. */
 static Form form(int64_t dtype, int64_t n) {
-    const int64_t unit = dtype == INT8 || dtype == COMPACT || (dtype == BF16 && has_pairs()) ? 2 : 4, line = 64 / unit, used = dtype == INT8 ? int8_width(n) : n;
+    const int64_t unit = dtype == INT8 || dtype == COMPACT || (dtype == BF16 && has_pairs()) ? 2 : 4, line = 64 / unit;
+    const int64_t used = dtype == INT8 ? int8_width(n) : n;
     return (Form){dtype, n, (used + line - 1) / line * line + 3 * line, unit, product_of(dtype)};
 }
 

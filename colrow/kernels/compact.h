@@ -1,4 +1,4 @@
-/* bfloat16 weights in twelve bits each, to the bit the same.
+/* bfloat16 weights in twelve bits each, to the bit the same; for processors that multiply pairs of bfloat16 themselves.
  *
  * The weights of a matrix are of much the same size, so of the 256 upper bytes that a bfloat16 can have (its sign and seven bits of the
  * exponent) sixteen are nearly all that occur. A weight is its lower byte as it is and four bits that say which of the sixteen its upper one
@@ -6,9 +6,10 @@
  * the same numbers in the same order as with the weights themselves (pairs.h).
  *
  * Rows are in blocks of three lines: two lines of lower bytes, then one of codes, whose lower halves are those of the first line. Two rows
- * lie together, block by block, so that they are read in one stretch, and the sum of one need not wait for the other's. Within a line bytes lie so that unpacking, which works on quarters of it, gives weights in their order. The table and what
- * is listed lie apart: sixteen bytes, for each row where its list begins, then the lists, of words: where in the row, and the upper byte.
- * Each list ends with a word of ones. The last block of a row is filled up with zeros; behind an odd number of rows there is room for one.
+ * lie together, block by block, so that they are read in one stretch, and the sum of one need not wait for the other's. Within a line bytes
+ * lie so that unpacking, which works on quarters of it, gives weights in their order. The table and what is listed lie apart: sixteen bytes,
+ * for each row where its list begins, then the lists, of words: where in the row, and the upper byte. Each list ends with a word of ones.
+ * The last block of a row is filled up with zeros; behind an odd number of rows there is room for one.
  */
 #ifndef COLROW_COMPACT_H
 #define COLROW_COMPACT_H
@@ -16,7 +17,6 @@
 #include "product.h"
 
 enum { LINE = 64, COMPACT_BLOCK = 2 * LINE, COMPACT_BYTES = 3 * LINE, TABLE = 16 };
-#define UNLISTED 0xff /* the code of an upper byte that is not in the table */
 
 INLINE int64_t compact_bytes(int64_t n) { return (n + COMPACT_BLOCK - 1) / COMPACT_BLOCK * COMPACT_BYTES; }
 
@@ -66,7 +66,8 @@ PAIRS static void compact_row(const Compacting *c, const uint16_t *from, uint8_t
         memcpy(row, from + k, (size_t)compact_least(COMPACT_BLOCK, c->n - k) * sizeof *row);
         __m512i codes[2];
         for (int half = 0; half < 2; half++) {
-            const __m512i a = _mm512_loadu_si512(row + half * LINE), b = _mm512_loadu_si512(row + half * LINE + PAIR_STEP), low = _mm512_set1_epi16(0xff);
+            const __m512i a = _mm512_loadu_si512(row + half * LINE), b = _mm512_loadu_si512(row + half * LINE + PAIR_STEP);
+            const __m512i low = _mm512_set1_epi16(0xff);
             const __m512i upper = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
             __mmask64 unlisted;
             codes[half] = codes_of(upper, (const uint8_t *)c->beside, &unlisted);
@@ -158,7 +159,7 @@ PAIRS INLINE void compact_tile(const Block *block, int64_t n, const uint16_t *co
         _Pragma("GCC unroll 2") for (int half = 0; half < 2; half++) {
             __m512i v[ROWS][2];
             _Pragma("GCC unroll 4") for (int r = 0; r < R; r++)
-                compact_line(w + r / 2 * 2 * bytes + r % 2 * COMPACT_BYTES + 2 * at, half, (uint32_t)(k / LINE) + (uint32_t)half, table, &of[r], v[r]);
+                compact_line(w + r / 2 * 2 * bytes + r % 2 * COMPACT_BYTES + 2 * at, half, (uint32_t)(k / LINE + half), table, &of[r], v[r]);
             _Pragma("GCC unroll 2") for (int i = 0; i < 2; i++) _Pragma("GCC unroll 8") for (int c = 0; c < C; c++) {
                 const __m512bh column = (__m512bh)_mm512_loadu_si512(x + c * width + k + half * LINE + i * PAIR_STEP);
                 _Pragma("GCC unroll 4") for (int r = 0; r < R; r++) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], (__m512bh)v[r][i], column);

@@ -63,7 +63,7 @@ class Completion:
 class Engine:
     """`model`: MODEL, or a transformers model in memory (then with its `tokenizer`; it is handed over by way of files). `cache_bytes`: for
     the caches of one rank, by default a share of what is free. `compact`: keep bfloat16 weights in 12 bits, the same to
-    the bit, where it is faster (docs/programs.md). `fast`: decode requests together (docs/serving.md). UserError for what
+    the bit, where it is faster (docs/architecture.md). `fast`: decode requests together (docs/serving.md). UserError for what
     cannot work, from here or from the ranks, before they are left running."""
 
     def __init__(

@@ -173,6 +173,28 @@ def test_a_weight_that_comes_back_otherwise_is_not_given_up(monkeypatch: pytest.
     assert "weight" not in model.model.layers[0].mlp.down_proj._parameters
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
+def test_a_model_that_is_saved_has_all_its_weights(tmp_path: Path, family: str, ranks: int) -> None:
+    changes = {"n_embd": 639, "n_inner": 2101, "vocab_size": 311} if family == "gpt2" else WIDE
+    whole = tiny.whole(tiny.config(family, **changes), torch.bfloat16)
+    plan, parts = derive(whole.config, ranks), [copy.deepcopy(whole) for _ in range(ranks)]
+
+    def rank(group: Group) -> None:
+        model = parallelize(parts[group.rank], plan, group)
+        assert compact_layers(model) is not None
+        model.save_pretrained(tmp_path)
+        with pytest.raises(RuntimeError, match="weight is kept in another form"):
+            model.load_state_dict(model.state_dict())
+
+    run_threads(rank, ranks)
+    again, found = type(whole).from_pretrained(tmp_path, dtype="auto", output_loading_info=True)
+    assert not any(found.values())
+    expected = whole.state_dict()
+    assert expected.keys() == again.state_dict().keys()
+    assert all(torch.equal(bits(value.bfloat16()), bits(expected[name].bfloat16())) for name, value in again.state_dict().items())
+
+
 def test_layers_that_share_a_weight_share_what_is_kept() -> None:
     model = tiny.whole(tiny.config("llama", **WIDE), torch.bfloat16)
     first, second = (layer.mlp for layer in model.model.layers)

@@ -17,7 +17,7 @@ from .state import state_of
 
 def whole_parameters(model: nn.Module, everywhere: bool = True) -> dict[str, torch.Tensor]:
     """Each parameter of the plan under its name, whole, detached. Of copies the lowest rank's is taken."""
-    return _collect(model, {n: model.get_parameter(n).detach() for n in state_of(model).plan.tensors}, "parameters", everywhere)
+    return _collect(model, {n: _piece(model, n) for n in state_of(model).plan.tensors}, "parameters", everywhere)
 
 
 def whole_gradients(model: nn.Module, everywhere: bool = True) -> dict[str, torch.Tensor]:
@@ -36,6 +36,13 @@ def whole_tensor(piece: torch.Tensor, partition: Partition, group: Group, name: 
     sizes = [partition.local_size(rank) for rank in range(group.size)]
     beside = collectives.all_gather(piece, group, name, partition.dim, sizes)
     return partition.merge(beside.split(sizes, partition.dim))
+
+
+def _piece(model: nn.Module, name: str) -> torch.Tensor:
+    """A parameter, or what stands for one that is kept in another form (kept.py)."""
+    layer, _, leaf = name.rpartition(".")
+    found: torch.Tensor = getattr(model.get_submodule(layer), leaf)
+    return found.detach()
 
 
 def _collect(model: nn.Module, pieces: dict[str, torch.Tensor], what: str, everywhere: bool) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Kept: linear layers whose weights are kept otherwise than torch multiplies by them (int8.py, compact.py). For inference alone.
 
 Programs multiply by what is kept; the modules, which read prompts, see a `weight` that is made anew each time it is asked for, unless
-kernels/many.h takes what is kept. Not here: the forms themselves.
+kernels/many.h takes what is kept. So does whoever saves the model; nothing can be loaded into it. Not here: the forms themselves.
 """
 
 from __future__ import annotations
@@ -55,4 +55,14 @@ def _kept_class(cls: Any) -> Any:
         """The last token of a prompt is a view whose strides make torch copy a weight that is no parameter before it multiplies."""
         return cls.forward(self, input.flatten(0, -2).view(input.shape))
 
-    return type(f"Kept{cls.__name__}", (cls,), {"weight": property(weight), "forward": forward})
+    def save(self: Any, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """A model that is saved has all its weights."""
+        cls._save_to_state_dict(self, destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.weight
+
+    def load(self: Any, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Refused: what is kept would stay as it is. The last of `rest` are the errors, which torch raises together."""
+        rest[-1].append(f"{prefix}weight is kept in another form, for inference alone: load into a model that colrow.load gave")
+
+    body = {"weight": property(weight), "forward": forward, "_save_to_state_dict": save, "_load_from_state_dict": load}
+    return type(f"Kept{cls.__name__}", (cls,), body)

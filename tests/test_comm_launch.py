@@ -86,7 +86,11 @@ def test_two_programs_at_once_and_from_threads() -> None:
 
 def test_shares_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 3, 4, 6, 7})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [share_of_cores(rank, 2) for rank in range(2)] == [((1, 3), 2), ((4, 6), 2)]
+    for said, threads in (("1", 1), ("7", 2), ("0", 2), ("4,2", 2)):
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+        assert share_of_cores(1, 2) == ((4, 6), threads)
     assert share_of_cores(7, 8) == ((), 1)
 
 

@@ -4,9 +4,10 @@
     results = launch.run(fn, 2, (arg,))             # the same; in this process for one rank; in place under torchrun
     for item in launch.stream(fn, 2, (arg,)): ...   # what rank 0's fn yields, as it comes
 
-`fn` is at the top level of a module. This process is never forked; the ranks are, from a new one. Each has cores // ranks threads and is
-pinned to that many cores. Standard input and output of rank 0 are this process's. The first failing rank's error is raised, a UserError as
-it was; no process is left behind, also when this one is killed. See ranks.py for how, and for ranks that are kept for several jobs.
+`fn` is at the top level of a module. This process is never forked; the ranks are, from a new one. Each is pinned to cores // ranks cores,
+and has a thread for each or as few as OMP_NUM_THREADS says. Standard input and output of rank 0 are this process's. The first failing
+rank's error is raised, a UserError as it was; no process is left behind, also when this one is killed. See ranks.py for how, and for ranks
+that are kept for several jobs.
 """
 
 from __future__ import annotations

@@ -225,10 +225,12 @@ def check_size(size: int) -> None:
 
 
 def share_of_cores(rank: int, size: int) -> tuple[tuple[int, ...], int]:
-    """The cores that a rank is pinned to and its number of threads. With fewer cores than ranks: not pinned, one thread."""
-    cores = sorted(os.sched_getaffinity(0))
+    """The cores that a rank is pinned to and its number of threads: one for each, or as few as OMP_NUM_THREADS says. With fewer cores than
+    ranks: not pinned, one thread."""
+    cores, asked = sorted(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
     each = len(cores) // size
-    return (tuple(cores[rank * each : (rank + 1) * each]), each) if each else ((), 1)
+    threads = min(each, int(asked)) if asked.isdecimal() and int(asked) else each
+    return (tuple(cores[rank * each : (rank + 1) * each]), threads) if each else ((), 1)
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], streaming: bool) -> bytes:

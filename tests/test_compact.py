@@ -29,18 +29,11 @@ from colrow.planning.derive import derive
 from . import tiny
 from .test_engine_text import byte_level
 
-pytestmark = pytest.mark.skipif(kernel.library() is None, reason="this processor does not multiply pairs of bfloat16")
+needed = pytest.mark.skipif(kernel.library() is None, reason="this processor does not multiply pairs of bfloat16")
+pytestmark = [needed, pytest.mark.usefixtures("threads")]
 
 SIZES = [(31, 370), (37, 2048), (33, 1000), (96, 1025), (66, 4095), (289, 750)]
 WIDE = {"hidden_size": 630, "head_dim": 70, "intermediate_size": 2101, "vocab_size": 311}  # odd slices, a width in parts; some save nothing
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def drawn(rows: int, n: int, seed: int = 0) -> torch.Tensor:

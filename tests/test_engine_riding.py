@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,16 +27,9 @@ from tests.test_engine_batch import serve
 from tests.test_engine_packed import model, others
 from tests.test_engine_prefixes import numbers
 
-able = prompt.library() is not None and many.library() is not None
-pytestmark = pytest.mark.skipif(not able, reason="this processor has no products of bfloat16 pairs (AVX512-BF16), or tiles (AMX)")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+able = prompt.library() is not None and many.helps()
+needed = pytest.mark.skipif(not able, reason="this processor has no products of bfloat16 pairs (AVX512-BF16), or tiles (AMX)")
+pytestmark = [needed, pytest.mark.usefixtures("threads")]
 
 
 @pytest.fixture

@@ -20,20 +20,12 @@ from colrow.planning.derive import derive
 
 from . import tiny
 
-pytestmark = pytest.mark.skipif(not many.helps(), reason="this processor does not multiply pairs of bfloat16, or has AMX")
+needed = pytest.mark.skipif(not many.helps(), reason="this processor does not multiply pairs of bfloat16, or has AMX")
+pytestmark = [needed, pytest.mark.usefixtures("threads")]
 
 IDS = torch.tensor([[(5 * at + row) % 101 for at in range(40)] for row in range(3)])
 MASK = torch.ones_like(IDS)
 MASK[1, :7] = 0
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """With more, products are torch's."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def whole(family: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,16 +28,9 @@ from colrow.planning.verdict import verdict
 
 from . import tiny
 
+pytestmark = pytest.mark.usefixtures("threads")
 can = pytest.mark.skipif(kernel.library() is None, reason="this processor does not multiply pairs of bfloat16")
 WIDE = {"hidden_size": 630, "head_dim": 70, "intermediate_size": 1021, "vocab_size": 311}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_the_rule_is_the_kernels() -> None:

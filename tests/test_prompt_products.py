@@ -23,6 +23,7 @@ from colrow.planning.derive import derive
 
 from . import tiny
 
+pytestmark = pytest.mark.usefixtures("threads")
 needed = pytest.mark.skipif(not many.helps(), reason="this processor does not multiply pairs of bfloat16, or has AMX")
 
 SIZES = [  # tokens, rows, n
@@ -44,15 +45,6 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     made = many.product(x, weight, None, weight.shape[0], bias)
     assert made is not None
     return made
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Any:
-    """One, unless a test asks for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @needed

@@ -25,9 +25,7 @@ class Translate(Forward):
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         super().__init__(model)
         ids, mask = right_pad(prompts)
-        if (
-            model.dtype is torch.float64
-        ):  # whose lowest number the code of some multiplies it by: in float32, 0 times that is NaN (ProphetNet)
+        if model.dtype is torch.float64:  # some multiply the mask by its lowest number: in float32, 0 times that is NaN (ProphetNet)
             mask = mask.double()
         self._source, self._mask = ids.to(device), mask.to(device)
         self._encoded: Any = None

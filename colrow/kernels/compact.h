@@ -41,8 +41,6 @@ typedef struct {
     uint32_t *counts;
 } Compacting;
 
-INLINE int64_t compact_least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Of 64 upper bytes their codes, 0 for those that are `unlisted` in the table. */
 PAIRS INLINE __m512i codes_of(__m512i upper, const uint8_t *table, __mmask64 *unlisted) {
     __m512i codes = _mm512_setzero_si512();
@@ -63,7 +61,7 @@ INLINE int compact_place(int i) { return i % 32 / 8 * 16 + i / 32 * 8 + i % 8; }
 PAIRS static void compact_row(const Compacting *c, const uint16_t *from, uint8_t *to, uint32_t *list) {
     for (int64_t k = 0; k < c->n; k += COMPACT_BLOCK, to += 2 * COMPACT_BYTES) {
         uint16_t row[COMPACT_BLOCK] = {0};
-        memcpy(row, from + k, (size_t)compact_least(COMPACT_BLOCK, c->n - k) * sizeof *row);
+        memcpy(row, from + k, (size_t)least(COMPACT_BLOCK, c->n - k) * sizeof *row);
         __m512i codes[2];
         for (int half = 0; half < 2; half++) {
             const __m512i a = _mm512_loadu_si512(row + half * LINE), b = _mm512_loadu_si512(row + half * LINE + PAIR_STEP);
@@ -84,7 +82,7 @@ PAIRS static void compact_row(const Compacting *c, const uint16_t *from, uint8_t
 PAIRS static uint32_t compact_words(const Compacting *c, const uint16_t *from) {
     uint32_t count = 1;
     for (int64_t k = 0; k < c->n; k += PAIR_STEP) {
-        const int64_t there = compact_least(PAIR_STEP, c->n - k);
+        const int64_t there = least(PAIR_STEP, c->n - k);
         const __m512i row = _mm512_maskz_loadu_epi16(there < PAIR_STEP ? (1u << there) - 1 : ~0u, from + k);
         __mmask64 unlisted;
         codes_of(_mm512_srli_epi16(row, 8), (const uint8_t *)c->beside, &unlisted);
@@ -96,7 +94,7 @@ PAIRS static uint32_t compact_words(const Compacting *c, const uint16_t *from) {
 
 /* The `part`-th of `parts` shares of the rows. */
 static void compact_make(const Compacting *c, int64_t part, int64_t parts) {
-    const int64_t share = (c->rows + parts - 1) / parts, last = compact_least((part + 1) * share, c->rows);
+    const int64_t share = (c->rows + parts - 1) / parts, last = least((part + 1) * share, c->rows);
     for (int64_t r = part * share; r < last; r++) {
         const uint16_t *row = c->weight + r * c->n;
         if (c->out) compact_row(c, row, c->out + compact_at(r, c->n), (uint32_t *)compact_list(c->beside, c->rows, r));

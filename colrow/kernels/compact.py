@@ -33,10 +33,9 @@ class Compacting(ctypes.Structure):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None where it cannot be had, or there are no products of compact weights: they need a processor that multiplies pairs of bfloat16."""
-    found = c.library_or_none()
-    if found is None or not found.kp_has_pairs():
-        return None
-    found.kp_compact.argtypes, found.kp_compact.restype = [ctypes.POINTER(Compacting), c_int64, c_int64], None
+    found = c.with_pairs()
+    if found is not None:
+        found.kp_compact.argtypes, found.kp_compact.restype = [ctypes.POINTER(Compacting), c_int64, c_int64], None
     return found
 
 

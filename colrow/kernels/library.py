@@ -174,6 +174,12 @@ def library() -> ctypes.CDLL:
     return found
 
 
+def with_pairs() -> ctypes.CDLL | None:
+    """None where it cannot be had, or the processor does not multiply pairs of bfloat16 itself."""
+    found = library_or_none()
+    return found if found is not None and found.kp_has_pairs() else None
+
+
 @functools.cache
 def library_or_none() -> ctypes.CDLL | None:
     """None where it can neither be found nor compiled."""

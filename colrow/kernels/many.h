@@ -192,17 +192,15 @@ static void many_panel(const Block *block, int64_t first, int64_t n, uint16_t *o
                        (const float *)block->scale + first * groups + g * PANEL_ROWS, out + g * GROUP, rows, n);
 }
 
-INLINE int64_t many_least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* Of the tokens that go together, where `count` are left. */
-INLINE int vectors(int64_t count) { return (int)((many_least(WIDE, count) + LANES - 1) / LANES); }
+INLINE int vectors(int64_t count) { return (int)((least(WIDE, count) + LANES - 1) / LANES); }
 
 /* The weights from row `first` and number `k` on, up to DEPTH of each, as they are kept; int8 panels as if their rows lay one after the other. */
 static Soon many_kept(const Many *m, int64_t first, int64_t k) {
     const char *const w = m->block.weight;
     const int64_t bytes = compact_bytes(m->n), whole = (m->n + GROUP - 1) / GROUP * GROUP;
     if (m->dtype == COMPACT) {
-        const int64_t there = compact_bytes(many_least(DEPTH, m->n - k));
+        const int64_t there = compact_bytes(least(DEPTH, m->n - k));
         return (Soon){w + compact_at(first, m->n) + 2 * compact_bytes(k), 2 * bytes, there, COMPACT_BYTES / 4};
     }
     if (m->dtype == INT8) return (Soon){w + first * whole + k, 2 * whole, whole, LINE / 2};
@@ -217,7 +215,7 @@ static void many_block(const Many *m, int64_t first, int64_t next, int64_t rows,
     static Tiles *const tiles[] = {many_tiles_1, many_tiles_2, many_tiles_3, many_tiles_4};
     for (int64_t r = 0; m->dtype == INT8 && r < rows; r += PANEL_ROWS) many_panel(&m->block, first + r, m->n, made + r * m->n);
     for (int64_t k = 0; k < m->n; k += DEPTH) {
-        const int64_t depth = many_least(DEPTH, m->n - k), after = k + depth < m->n ? k + depth : 0;
+        const int64_t depth = least(DEPTH, m->n - k), after = k + depth < m->n ? k + depth : 0;
         const int64_t stride = m->dtype == COMPACT ? depth : m->n;
         const uint16_t *w = m->dtype == BF16 ? (const uint16_t *)m->block.weight + first * m->n + k : m->dtype == INT8 ? made + k : made;
         const Soon soon = m->dtype == INT8 ? many_kept(m, next, k) : after ? many_kept(m, first, after) : many_kept(m, next, 0);
@@ -236,17 +234,17 @@ static void many_block(const Many *m, int64_t first, int64_t next, int64_t rows,
 
 /* The `part`-th of `parts` shares of the rows, which threads may make at the same time. 0, or 1 where there is no memory. */
 static int many(const Many *m, int64_t part, int64_t parts) {
-    const int64_t rows = m->block.rows, room = (many_least(m->count, TOKENS) + LANES - 1) / LANES * LANES;
+    const int64_t rows = m->block.rows, room = (least(m->count, TOKENS) + LANES - 1) / LANES * LANES;
     const size_t bytes = (size_t)((room + (m->dtype == BF16 ? 0 : BLOCK_ROWS)) * m->n * 2 + room * BLOCK_ROWS * 4);
     float *const sums = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!sums) return 1;
     uint16_t *const columns = (uint16_t *)(sums + room * BLOCK_ROWS), *const made = columns + room * m->n;
     for (int64_t token = 0; token < m->count; token += TOKENS) {
-        const int64_t count = many_least(TOKENS, m->count - token);
+        const int64_t count = least(TOKENS, m->count - token);
         for (int64_t t = 0; t < count; t += WIDE)
             many_pack(m->x + (token + t) * m->x_stride, m->x_stride, count - t, m->n / 2, columns + t * m->n, vectors(count - t));
         for (int64_t first = part * BLOCK_ROWS; first < rows; first += parts * BLOCK_ROWS) {
-            const int64_t used = many_least(BLOCK_ROWS, rows - first), after = first + parts * BLOCK_ROWS;
+            const int64_t used = least(BLOCK_ROWS, rows - first), after = first + parts * BLOCK_ROWS;
             many_block(m, first, after + BLOCK_ROWS <= rows ? after : first, used, made, columns, token, count, sums);
             if (m->ride && token == 0) multiply_rows(m->ride, m->job, first, first + used);
         }

@@ -65,10 +65,9 @@ def riding(rider: Rider) -> Iterator[None]:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None where it cannot be had, or does nothing for this processor."""
-    found = c.library_or_none()
-    if found is None or not found.kp_has_pairs():
-        return None
-    found.kp_many.argtypes = [ctypes.POINTER(Many), c_int64, c_int64]
+    found = c.with_pairs()
+    if found is not None:
+        found.kp_many.argtypes = [ctypes.POINTER(Many), c_int64, c_int64]
     return found
 
 

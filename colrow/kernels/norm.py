@@ -35,10 +35,9 @@ class Form:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """None where it cannot be had, or does nothing for this processor."""
-    found = c.library_or_none()
-    if found is None or not found.kp_has_pairs():
-        return None
-    found.kp_norm.argtypes, found.kp_norm.restype = [ctypes.POINTER(Norm), c_int64, c_int64], None
+    found = c.with_pairs()
+    if found is not None:
+        found.kp_norm.argtypes, found.kp_norm.restype = [ctypes.POINTER(Norm), c_int64, c_int64], None
     return found
 
 

@@ -15,7 +15,7 @@
 #include "vector.h"
 
 typedef struct {
-    const void *weight;   /* [rows, n]; int8: panels (int8.h), whose last one and whose last group are filled up with zeros; or compact.h's */
+    const void *weight;   /* [rows, n]; int8: panels (int8.h), whose last one and whose last group are filled up with zeros; compact.h's */
     const void *scale;    /* int8: [panels, groups of a row, PANEL_ROWS] in float32; compact.h: what lies apart */
     int64_t rows, out;    /* out: where the first row's result goes in every arena, in floats */
 } Block;

@@ -9,7 +9,6 @@
 #include "multiply.h"
 #include "norm.h"
 #include "many.h"
-#include "compact.h"
 
 #ifndef COLROW_DIGEST
 #define COLROW_DIGEST "unknown"

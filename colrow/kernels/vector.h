@@ -44,6 +44,8 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 enum { F32, BF16, F16, INT8, COMPACT }; /* how weights and caches are stored; caches and sums: one of the first three */
 enum { GROUP = 64 };      /* int8 weights that share a scale */
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 INLINE Floats load_f32(const float *at) {
     Floats v;
     memcpy(&v, at, sizeof v);

@@ -60,7 +60,7 @@ def compact_layers(model: nn.Module) -> Compacted | None:
         if (found := made[key]) is not None:
             kept.keep(module, weight, *found, "uncompacted")
             count += 1
-            del weight
+            del weight  # the last one too is free when memory is given back
     made.clear()
     give_back()
     return Compacted(count, before, nbytes) if count else None

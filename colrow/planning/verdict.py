@@ -95,10 +95,12 @@ def _engine(study: Study) -> Iterator[Say]:
             f"are the modules' (`colrow run` says so); by the model's modules tp={study.ranks} would make {rate(by_modules)}.",
         )
         if study.row.compact:
+            held = max(study.row.memory, key=lambda m: m.opening)
             yield Say(
                 "engine",
                 f"It keeps bfloat16 weights of linear layers in 12 bits, the same to the bit, where a rank has one thread: each rank reads "
-                f"and holds less once it is open{_held(study)}; --no-compact keeps them in 16.",
+                f"and holds less once it is open, {amount(held.parameters)} of parameters of {amount(held.opening)} while it opens; "
+                f"--no-compact keeps them in 16.",
             )
     elif not device.per_op:
         yield Say(
@@ -106,11 +108,6 @@ def _engine(study: Study) -> Iterator[Say]:
             "Decoding is a bound, for an engine that starts ops ahead or records them. colrow's own runs the model's modules op by op on "
             "such devices; how fast that is was not measured.",
         )
-
-
-def _held(study: Study) -> str:
-    held = max(study.row.memory, key=lambda m: m.opening)
-    return f", {amount(held.parameters)} of parameters of {amount(held.opening)} while it opens"
 
 
 def _fit(study: Study) -> Iterator[Say]:
